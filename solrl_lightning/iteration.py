@@ -37,7 +37,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     module = build_model(cfg, device, cfg.samplers, rewards, (), objective)
     policy, models = module.policy, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
-    rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))
+    rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
     stages = cfg.family.stages(policy.sigmas, objective.solver)  # explore ..., regenerate
     sigmas = policy.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
     rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
@@ -67,7 +67,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         explored, samples, proxy_merits = run_family(stages, seeds, prompts, partial(run, recorded, encoded))
 
         # Train, only on the rewards of the regenerated samples; a row is a sample at a noise level.
-        merits = rewards.for_training.merits(samples.scores)  # [P, K] of [P, K, R]
+        merits = rewards.for_training.merits(samples.scores)  # [P, K], among the samples
         advantages = objective.advantages(merits, lambda total: total)  # [P, K]
         rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
         batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)  # in order, not shuffled

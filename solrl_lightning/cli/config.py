@@ -148,7 +148,8 @@ class ConfigTree:
         if dotted:
             from solrl_lightning.options.run import Run  # pydantic takes 0.1 s
 
-            dotted = [override for override in dotted if Run.has_default(override.key_or_group)]
+            parted = [(override, *override.key_or_group.rpartition(".")) for override in dotted]
+            dotted = [override for override, parent, _, name in parted if name in Run.defaults(parent)]
         if not dotted:
             return list(arguments)
         choices = [_swept(override, every=True) for override in overrides if self.options(override.key_or_group)]
@@ -400,7 +401,10 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
     parent = key.rpartition(".")[0]
     keys = known.get(parent) if (parent == "task" or "." in parent) and parts[0] != "hydra" else None
     if isinstance(keys, dict) and (parent == "task" or "_target_" not in keys):
-        near = f" {parent} has {', '.join(name for name in keys if not name.startswith('_') and name != 'reads')}."
+        from solrl_lightning.options.run import Run
+
+        names = dict.fromkeys([*keys, *Run.defaults(parent)])
+        near = f" {parent} has {', '.join(name for name in names if not name.startswith('_') and name != 'reads')}."
     target = known.get(f"{parent}._target_")
     adding = f" Write +{key}=<value> if {target} takes it." if target and parts[0] != "task" else ""
     return f"There is no key {key}.{near}{adding} --help lists the common ones, --cfg job shows all."

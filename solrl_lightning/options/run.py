@@ -127,18 +127,17 @@ class Run(Group):
         return []
 
     @classmethod
-    def has_default(cls, key: str) -> bool:
-        """Return whether ``key`` is known, and has a value where no file gives it one."""
-        *path, name = key.split(".")
+    def defaults(cls, parent: str) -> list[str]:
+        """Return the keys of the group ``parent`` that have a value where no file gives them one."""
         group: type[Group] = cls
-        for part in path:
+        for part in parent.split("."):
             field = group.model_fields.get(part)
             below = None if field is None else group_of(field.annotation)
             if below is None:
-                return False
+                return []
             group = below
-        field = None if name in group.no_keys else group.model_fields.get(name)
-        return field is not None and not field.is_required() and group.model_config.get("extra") == "forbid"
+        fields = group.model_fields if group.model_config.get("extra") == "forbid" else {}
+        return [name for name, field in fields.items() if name not in group.no_keys and not field.is_required()]
 
     def tree(self) -> dict[str, Any]:
         """Return the values as mappings and lists, without defaults."""

@@ -27,7 +27,7 @@ class Stage(Group):
     steps: StepCount
     """Solver steps of the whole trajectory."""
     solver: SolverName | None = None
-    """The run's, if there is none; a stochastic one is the objective's."""
+    """Null: ``model.solver``, or in the last stage the stochastic one of an objective that has its own."""
     stop_after: Count | None = None
     """Steps after which the predicted image is scored; the last one if null."""
     stop_below: Level | None = None

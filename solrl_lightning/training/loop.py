@@ -204,7 +204,7 @@ class ExploreTrainLoop(_FitLoop):
     def probe(self, prompts: list[Prompt], seeds: Tensor, with_states: bool = False) -> Candidates:
         """Return the candidates of seeds [P, n] sampled by the last stage from their noise, and scored.
 
-        The prompts are some of this iteration, with its encodings: a prompt that is encoded alone gets other rounding.
+        The prompts are some of this iteration, with its encodings: one that is encoded alone may get other rounding.
         The time counts as stage "probe".
         """
         encoded = self._encode(self.trainer.current_epoch, prompts)

@@ -1,7 +1,7 @@
 """Trains on two gloo ranks with uneven prompts; writes the logged values to metrics.json.
 
 Rank 0 and rank 1 have 0 and 2 prompts in iteration 0, 1 and 2 prompts in iteration 1. All callbacks of the package
-run but those of checkpoints, export and levels.
+run but those of checkpoints and export.
 """
 
 import json

@@ -104,10 +104,10 @@ family=race family.keep=4 family.explore.rungs=[{step:3,keep:24}] | Set it so, o
 optimizer_steps=25               | it must be at most family.keep=24
 objective=flow_grpo objective.window=6 | objective.window=6 is invalid: it must be at most 5, half of family.regen
 base_weights=int8 family.compile=true | with family.compile=true it must be bfloat16, as torch.compile does not
-++family.explore.stop_after=6    | family.explore.stop_after=6 is invalid: it must be at least 1 and below family.ex
+family.explore.stop_after=6      | family.explore.stop_after=6 is invalid: it must be at least 1 and below family.ex
 family=prefix family.explore.stop_below=0.7 | stop_below=0.7 is invalid: family.explore.stop_after=4 stops the same
-+family.explore.stop_below=1      | it must be a noise level above 0 and below 1
-+family.explore.stop_below=0      | it must be a noise level above 0 and below 1
+family.explore.stop_below=1       | it must be a noise level above 0 and below 1
+family.explore.stop_below=0       | it must be a noise level above 0 and below 1
 ++family.regenerate.stop_below=0.7 | nothing reads that key. The keys here are sampler, steps, solver.
 ++family.explore.keep=4 | nothing reads that key
 family.explore.decoder=preview   | it needs a tiny autoencoder of this model's latents
@@ -164,7 +164,7 @@ task=evaluate trainer=fsdp       | only task=train shards the weights
 def test_error_of_a_wrong_value_states_its_rule(line: str) -> None:
     command, message = (part.strip() for part in line.split(" | "))
     with ConfigTree() as tree, pytest.raises(UserError) as error:
-        check_machine(options_of(tree.compose(command.split()), "run"))
+        check_machine(options_of(tree.compose(tree.completed(command.split())), "run"))
     assert message in str(error.value) and "\n" not in str(error.value)
     assert str(error.value).endswith((".", "?"))
 
