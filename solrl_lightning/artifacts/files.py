@@ -1,8 +1,11 @@
 """Atomic writes of files and folders, and reading of checkpoints and published weights."""
 
+import io
+import logging
 import math
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,6 +13,7 @@ from pickle import UnpicklingError
 from typing import Any, BinaryIO
 from zipfile import is_zipfile
 
+import numpy as np
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError
@@ -17,6 +21,8 @@ from torch import Tensor
 
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError, WriteError, sentence
+
+log = logging.getLogger(__name__)
 
 CHECKPOINT_BYTES = 20
 """Of a trained weight: in float32 the weight, that of the old policy, the average, and two moments of AdamW."""
@@ -163,14 +169,56 @@ def has_ended(checkpoint: dict[str, Any], iterations: int) -> bool:
     return iterations_done(checkpoint) >= iterations or loop_state(checkpoint).get("stopped", False)
 
 
+class _Unreadable(Exception):
+    """A value that ``torch.load(weights_only=True)`` refuses."""
+
+
+def _readable(value: Any, place: str) -> Any:
+    """Return ``value`` with Python's numbers and strings for numpy's; itself if it has none.
+
+    Raises:
+        _Unreadable: ``torch.load(weights_only=True)`` refuses it, or it cannot be pickled.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (dict, OrderedDict):
+        keys = [_readable(key, f"{place}[{key!r}]") for key in value]
+        values = [_readable(each, f"{place}[{key!r}]") for key, each in value.items()]
+        same = all(new is old for new, old in zip([*keys, *values], [*value, *value.values()], strict=True))
+        return value if same else type(value)(zip(keys, values, strict=True))
+    if type(value) in (list, tuple):
+        items = [_readable(each, f"{place}[{index}]") for index, each in enumerate(value)]
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else type(value)(items)
+    if isinstance(value, np.generic) and value.dtype.kind in "biufU" and type(value.item()) in _PLAIN:
+        return value.item()
+    try:
+        torch.save(value, file := io.BytesIO())
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:  # of pickle, of torch, or of the code of the value's class
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise _Unreadable(f"torch.load(weights_only=True) refuses {place}, a {kind}") from error
+    return value
+
+
+_PLAIN = (type(None), bool, int, float, str, Tensor, torch.nn.Parameter)
+_OWN = {*_PARTS, "lr_schedulers"}  # what a run cannot resume without
+_FIX = "Save tensors, numbers and strings, or lists and dicts of them."
+
+
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints with `write_atomically`.
+    """Writes checkpoints with `write_atomically`, of what `read_checkpoint` reads only.
 
     Lightning writes to the system's temporary folder, which may be too small, and then moves the file, which is not
-    atomic between file systems.
+    atomic between file systems. It saves any object in the state of a callback, but such a file cannot be read safely.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: set[str] = set()  # what stays out, of which a warning has been printed
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        checkpoint = self._without_unreadable(checkpoint)
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -179,3 +227,33 @@ class WholeCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
             except RuntimeError as error:  # closing the archive fails after writing to it has
                 raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+    def _without_unreadable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint without the states of callbacks, and what hooks have added, that cannot be read.
+
+        Raises:
+            UserError: what the run cannot resume without, as the state of its optimiser, cannot be read.
+        """
+        kept: dict[str, Any] = {}
+        for key, value in checkpoint.items():
+            if key == "callbacks":
+                kept[key] = self._readable_states(value, "the state of the callback ")
+            elif key in _OWN:
+                try:
+                    kept[key] = _readable(value, key)
+                except _Unreadable as error:
+                    raise UserError(f"the checkpoint is invalid: {error}. {_FIX}") from error
+            else:
+                kept |= self._readable_states({key: value}, "")
+        return kept
+
+    def _readable_states(self, states: Mapping[str, Any], whose: str) -> dict[str, Any]:
+        kept = {}
+        for key, state in states.items():
+            try:
+                kept[key] = _readable(state, "state")
+            except _Unreadable as error:
+                if key not in self._told:
+                    log.warning("%s%s stays out of the checkpoints: %s. %s", whose, key, error, _FIX)
+                self._told.add(key)
+        return kept

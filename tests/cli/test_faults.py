@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import small_runs
 import torch
@@ -25,9 +27,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from reward_servers import free_port, kill, start, started
 from small_runs import Command, checkpoint, files_of, the_line
 
-from solrl_lightning.artifacts.files import WholeCheckpointIO, write_atomically, written_whole
+from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint, write_atomically, written_whole
 from solrl_lightning.cli.console import report_error
-from solrl_lightning.errors import OutOfMemory, RankLost, WriteError
+from solrl_lightning.errors import OutOfMemory, RankLost, UserError, WriteError
 
 SMALL = [*small_runs.SMALL, "iterations=4"]
 
@@ -81,6 +83,32 @@ def test_lora_files_have_permissions_of_folder(tmp_path: Path) -> None:
     write_lora(tmp_path / "lora", 10)
     (tmp_path / "plain").touch()
     assert (tmp_path / "lora" / "weights.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_checkpoint_leaves_out_states_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights, writer = torch.arange(3.0), WholeCheckpointIO()
+    base = {"global_step": 1, "state_dict": {"w": weights}, "loops": {}, "optimizer_states": [{"lr": np.float64(0.1)}]}
+    fine = {"mean": np.float64(0.1), "best": [np.int64(3), (np.bool_(True), None)], "size": weights.shape, "w": weights}
+    odd = {
+        "where": [tmp_path],
+        "when": datetime.now(),
+        "array": np.arange(3),
+        "code": lambda: 0,
+        "ns": np.timedelta64(1),
+    }
+    states = {"Fine": fine, **{f"Odd{name}": {name: value} for name, value in odd.items()}}
+    for _ in range(2):  # the second one tells nothing new
+        writer.save_checkpoint({**base, "callbacks": states, "hook": tmp_path}, tmp_path / "last.ckpt")
+    read = read_checkpoint(tmp_path / "last.ckpt")
+    assert read["callbacks"].keys() == {"Fine"} and "hook" not in read
+    assert type(read["optimizer_states"][0]["lr"]) is float and read["optimizer_states"] == base["optimizer_states"]
+    mean, best, *_ = read["callbacks"]["Fine"].values()
+    assert (type(mean), type(best[0]), best) == (float, int, [3, (True, None)])
+    assert len(caplog.messages) == len(odd) + 1
+    assert "state of the callback Oddwhere stays out of the checkpoints" in caplog.text
+    assert "refuses state['where'][0], a pathlib." in caplog.text
+    with pytest.raises(UserError, match=r"refuses optimizer_states\[0\]\['file'\], a pathlib"):
+        writer.save_checkpoint({**base, "optimizer_states": [{"file": tmp_path}]}, tmp_path / "last.ckpt")
 
 
 NO_CHECKPOINT, NO_EXPORT = (
