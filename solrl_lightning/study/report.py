@@ -3,7 +3,8 @@
 import base64
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import quantiles
@@ -464,7 +465,7 @@ def recorded_command(record: Path) -> str:
     else:
         arguments = [*arguments, *searched(sources)]
     arguments += [str(override) for override in hydra.overrides.hydra if str(override).startswith("hydra.run.dir=")]
-    modules = {target.partition(".")[0] for target in _targets(OmegaConf.to_container(OmegaConf.load(config)))}
+    modules = set(re.findall(r"_target_: (\w+)", config.read_text(encoding="utf-8")))
     paths = [
         str(Path(hydra.runtime.cwd) / path)
         for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -472,13 +473,6 @@ def recorded_command(record: Path) -> str:
     ]
     prefix = f"PYTHONPATH={shell_quoted(os.pathsep.join(paths))} " if paths else ""
     return f"cd {shell_quoted(hydra.runtime.cwd)}\n{prefix}{command_line(arguments)}"
-
-
-def _targets(node: Any) -> Iterator[str]:
-    if isinstance(node, dict):
-        yield from [str(node["_target_"])] if "_target_" in node else []
-    for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from _targets(value)
 
 
 def names_of(history: Rows) -> list[str]:
