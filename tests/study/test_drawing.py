@@ -8,6 +8,8 @@ import pytest
 from solrl_lightning.study.drawing import COLOURS, Chart, Series, draw_chart
 from solrl_lightning.study.report import evaluation_chart
 
+pytestmark = pytest.mark.usefixtures("drawn_charts")
+
 
 def texts(chart: Chart) -> list[str]:
     return re.findall("<text [^>]*>([^<]*)<", chart.svg)
