@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import solrl_lightning
 from solrl_lightning.artifacts.files import finite_only, iterations_done, read_checkpoint, write_atomically
-from solrl_lightning.artifacts.formatting import counted, difference, gibibytes, number, numbers
+from solrl_lightning.artifacts.formatting import counted, difference, gibibytes, number, numbers, two_decimals
 from solrl_lightning.artifacts.loggers import trackers_of
 from solrl_lightning.artifacts.run_folder import BEST, LAST, RECORD
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint
@@ -237,7 +237,7 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     for name, other in facts["other_rewards"].items():
         watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
         rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))
-    if learned := [f"{name} {base:.2f} -> {last:.2f}" for name, base, last in parts_learned(facts)]:
+    if learned := [f"{name} {two_decimals(base)} -> {two_decimals(last)}" for name, base, last in parts_learned(facts)]:
         rows.append(("of it", ", ".join(learned)))
     if facts["best_reward"] is not None:
         best = f"{number(facts['best_reward'])} after {best_text(facts)}"

@@ -18,6 +18,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return numbers([value], digits)[0]
 
 
+def two_decimals(value: float | None) -> str:
+    """Return a number with two decimals; "-" for None."""
+    return _text(value, 2)
+
+
 def measured(value: float | None, error: float | None = None, signed: bool = False) -> str:
     """Return ``value ± error``, the error with two significant digits; "-" for None."""
     if value is None or not error:

@@ -7,8 +7,8 @@ import inspect
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -59,17 +59,42 @@ class Reward(ABC):
                 f"the metadata of the reward {self.name} are invalid: there must be one per prompt; got "
                 f"{len(metadata)} for {len(prompts)} prompts. Leave them out, or give {{}} where there is none."
             )
-        try:
+        with self._named_errors():
             returned = call_with_metadata(self.score, images, prompts, metadata=metadata)
+        scores = as_scores(self.name, returned, len(prompts)).to(images.device)
+        check_scores(self.name, scores, prompts)
+        return scores
+
+    @torch.no_grad()
+    def described(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """Return ``parts`` of images [B, 3, H, W], float32 [B, len(part_names)]; NaN where a part is undefined.
+
+        Raises:
+            UserError: ``parts`` did not return a column of real numbers for each of ``part_names``.
+            RewardError: ``parts`` raised an exception.
+        """
+        with self._named_errors():
+            returned = self.parts(images, prompts)
+        columns, expected = numbers_in(returned), [len(images), len(self.part_names)]
+        if columns is None or columns.is_complex() or list(columns.shape) != expected:
+            actual = type(returned).__name__ if columns is None else f"{columns.dtype} {list(columns.shape)}"
+            raise UserError(
+                f"the reward {self.name} is invalid: its parts() must return a column for each of part_names, a tensor "
+                f"{expected}; it returned {actual}. Correct parts() or part_names."
+            )
+        return columns.to(images.device).float()
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Name the reward, and a line of its code, in the exceptions of its methods."""
+        try:
+            yield
         except _NAMED:
             raise
         except Exception as error:
             raise RewardError(
                 f"the reward {self.name} raises {type(error).__name__} in {self._line_of(error)}: {sentence(error)}"
             ) from error
-        scores = as_scores(self.name, returned, len(prompts)).to(images.device)
-        check_scores(self.name, scores, prompts)
-        return scores
 
     def _line_of(self, error: Exception) -> str:
         """Return file and line where an exception left the code of the reward."""
@@ -83,14 +108,14 @@ class Reward(ABC):
         """Score a grey image [3, H, W] of the model's size twice in a batch, before the model is loaded.
 
         Raises:
-            UserError: ``score`` fails, or does not return a finite number for an image.
+            UserError: ``score`` or ``parts`` fails, or does not return a finite number, or the parts, for an image.
         """
         try:
             self(image.repeat(2, 1, 1, 1), [prompt] * 2, [metadata] * 2)
+            self.described(image.repeat(2, 1, 1, 1), [prompt] * 2)
         except (NonFiniteError, RewardError) as error:
             raise UserError(
-                f"the reward {self.name} is invalid: it must score a grey image; {str(error).rstrip('.')}. "
-                "Correct score()."
+                f"the reward {self.name} is invalid: it must score a grey image; {str(error).rstrip('.')}. Correct it."
             ) from error
 
     @abstractmethod
@@ -101,7 +126,10 @@ class Reward(ABC):
         """
 
     def parts(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """Return properties of images [B, 3, H, W] that explain their scores, float32 [B, len(part_names)]."""
+        """Return properties of images [B, 3, H, W] that explain their scores, float32 [B, len(part_names)].
+
+        NaN where one is undefined, as of an object that is not found; its mean is then unknown.
+        """
         return images.new_zeros(len(images), 0)
 
     def check_prompts(self, prompts: list[str], *args: Any, **kwargs: Any) -> None:  # noqa: B027  (most take any text)
@@ -116,9 +144,7 @@ def as_scores(name: str, returned: Any, count: int) -> Tensor:
     Raises:
         UserError: it is something else, or complex.
     """
-    scores: Tensor | None = None
-    with suppress(TypeError, ValueError, RuntimeError):  # no numbers, or lists of different lengths
-        scores = torch.as_tensor(returned)
+    scores = numbers_in(returned)
     single = (count == 1) * ((),)
     if scores is None or tuple(scores.shape) not in ((count,), (count, 1), *single):
         shape = type(returned).__name__ if scores is None else list(scores.shape)
@@ -132,6 +158,13 @@ def as_scores(name: str, returned: Any, count: int) -> Tensor:
             "Correct score(), for example by .real or .abs()."
         )
     return scores.flatten().float()
+
+
+def numbers_in(returned: Any) -> Tensor | None:
+    """Return a tensor, array or list as a tensor; None if it is no numbers, or lists of different lengths."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        return torch.as_tensor(returned)
+    return None
 
 
 def call_with_metadata(method: Callable[..., T], *args: Any, metadata: list[Metadata]) -> T:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.data.prompt import Prompt
-from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.frames import choose_frames
 from solrl_lightning.rewards.base import Metadata, Reward, call_with_metadata
 
@@ -103,26 +103,16 @@ class WeightedRewards:
         """Names of what ``parts`` returns: <reward>_<part>."""
         return [f"{name}_{part}" for name, reward in self.rewards.items() for part in reward.part_names]
 
-    @torch.no_grad()
     def parts(self, images: Tensor, prompts: list[Prompt]) -> Tensor:
         """Return the rewards' parts of images or videos, float32 [B, len(part_names)]; of a video, its frames' mean.
 
-        Raises:
-            UserError: a reward's ``parts`` does not return a column for each of its ``part_names``.
+        Raises as ``Reward.described`` does.
         """
         if images.ndim == 5:
             scored, each = self._frames_of(images, prompts)
             return self.parts(*scored).unflatten(0, (len(images), each)).mean(1)
         texts, _ = _columns(prompts)
-        parts = []
-        for name, reward in self.rewards.items():
-            parts.append(reward.parts(images, texts))
-            if parts[-1].shape != (expected := (len(images), len(reward.part_names))):
-                raise UserError(
-                    f"the reward {name} is invalid: its parts() must return a column for each of part_names, a tensor "
-                    f"{list(expected)}; it returned {list(parts[-1].shape)}. Correct parts() or part_names."
-                )
-        return torch.cat(parts, dim=1)
+        return torch.cat([reward.described(images, texts) for reward in self.rewards.values()], dim=1)
 
     def _of_videos(self, videos: Tensor, prompts: list[Prompt]) -> Tensor:
         scored, each = self._frames_of(videos, prompts)

@@ -27,6 +27,7 @@ from solrl_lightning.artifacts.formatting import (
     number,
     numbers,
     shell_quoted,
+    two_decimals,
 )
 from solrl_lightning.artifacts.run_folder import RECORD
 from solrl_lightning.cli.config import own_sources, searched
@@ -263,14 +264,17 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     ]
     tables = [Table(columns, cells, folded=f"All {len(rows)} evaluations" if len(rows) > 1 else "")]
     if learned := parts_learned(facts):
-        shares = [[name, f"{base:.2f}", f"{last:.2f}"] for name, base, last in learned]
+        shares = [[name, two_decimals(base), two_decimals(last)] for name, base, last in learned]
         note = "Means over the held-out images."
         tables.insert(0, Table(["what the reward consists of", "base", "last evaluation"], shares, note))
     return Section(title, text, charts=charts, tables=tables)
 
 
-def parts_learned(facts: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """Return (part, first, last evaluation) of the parts of a run's rewards; empty without parts or two evaluations."""
+def parts_learned(facts: Mapping[str, Any]) -> list[tuple[str, float | None, float | None]]:
+    """Return (part, first, last evaluation) of the parts of a run's rewards; empty without parts or two evaluations.
+
+    None where a part is undefined for an image.
+    """
     evaluated = [row["parts"] for row in facts["evaluations"] if "parts" in row]
     if len(evaluated) < 2:
         return []

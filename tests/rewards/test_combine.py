@@ -98,7 +98,7 @@ def test_parts_without_their_names_are_an_error() -> None:
     class Unnamed(ShapesReward):
         part_names = ("one",)
 
-    with pytest.raises(UserError, match=r"its parts\(\) must return .* \[2, 1\]; it returned \[2, 6\]"):
+    with pytest.raises(UserError, match=r"its parts\(\) must return .* \[2, 1\]; it returned torch.float32 \[2, 6\]"):
         WeightedRewards({"mine": Unnamed()}, {"mine": 1.0}).parts(
             torch.rand(2, 3, 32, 32), [Prompt("a red circle above a blue square")] * 2
         )

@@ -181,6 +181,42 @@ def test_exception_of_a_reward_names_it_and_the_line() -> None:
         Returns([torch.nan] * 2).try_out(torch.full((3, 4, 4), 0.5), "a", {})
 
 
+class Describes(Returns):
+    """A reward with two parts, which are the given value."""
+
+    part_names = ("one", "other")
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return torch.zeros(2)
+
+    def parts(self, images: Tensor, prompts: list[str]) -> Any:
+        return self.value() if callable(self.value) else self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(2, 3), r"its parts\(\) must return .* \[2, 2\]; it returned torch.float32 \[2, 3\]"),
+        ([[1.0, 2.0], [1.0]], "it returned list"),
+        (None, "it returned NoneType"),
+        (torch.zeros(2, 2) + 1j, "it returned torch.complex64"),
+        (lambda: {}["box"], "reward mine raises KeyError in .*test_reward_base.py, line .*'box'"),
+    ],
+)
+def test_parts_are_tried_before_the_model_is_loaded(value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"reward mine is invalid: .*{message}"):
+        Describes(value).try_out(torch.full((3, 4, 4), 0.5), "a", {})
+
+
+@pytest.mark.parametrize("value", [[[1, 2]] * 2, np.array([[1, 2], [1, 2]]), torch.tensor([[1.0, torch.nan]] * 2)])
+def test_parts_may_be_lists_or_undefined(value: Any) -> None:
+    Describes(value).try_out(torch.full((3, 4, 4), 0.5), "a", {})
+    rewards = WeightedRewards({"mine": Describes(value)}, {"mine": 1.0})
+    parts = rewards.parts(torch.zeros(2, 3, 4, 4), [Prompt("a"), Prompt("b")])
+    assert parts.dtype == torch.float32
+    assert torch.equal(parts.nan_to_num(2.0), torch.tensor([[1.0, 2.0], [1.0, 2.0]]))
+
+
 def test_every_reward_is_tried_with_the_metadata_of_the_prompt() -> None:
     mine = Returns([1, 2])
     rewards = WeightedRewards({"counting": Counting(), "mine": mine}, {"counting": 1, "mine": 0})

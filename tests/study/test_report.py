@@ -207,3 +207,8 @@ def test_parts_of_a_reward_are_those_of_the_first_and_the_last_evaluation() -> N
     assert parts_learned(facts) == [("all_right", 0.0, 0.4), ("ocr_letters", 1.0, 1.0)]
     assert parts_learned({"reward": "shapes", "evaluations": [{"iteration": 0}]}) == []
     assert parts_learned(facts | {"evaluations": facts["evaluations"][:1]}) == []
+    undefined = [row | {"parts": {"shapes_box": i or None}} for i, row in enumerate(FACTS["evaluations"])]
+    assert re.search(
+        "box</t[hd]><td[^>]*>-</td><td[^>]*>2.00<",
+        render(run_page(FACTS | {"evaluations": undefined}, HISTORY, Path())).decode(),
+    )
