@@ -66,6 +66,8 @@ class Tracker(Logger):
 
     @property
     def experiment(self) -> Any:
+        if "experiment" not in dir(self.logger):  # no method of Lightning's interface, which asks with hasattr
+            raise AttributeError(f"logger={self.key} has no experiment")
         return self.attempt(lambda: cast(Any, self.logger).experiment, DummyExperiment())
 
     @property

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger
 from PIL import Image
 
 from solrl_lightning.artifacts.loggers import MLflow, Tracker
@@ -60,6 +60,31 @@ def test_the_first_error_of_a_logger_is_a_line_and_ends_its_logging(
     message = "logger=mine failed, and logs no more; the run continues: ConnectionError: no server."
     assert caplog.messages == [message] and lost.calls == 1
     assert not list(tmp_path.rglob("*.csv"))
+
+
+class Four(Logger):
+    """Has what Lightning's interface asks for, and no experiment."""
+
+    name, version = "four", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[Any] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append((metrics, step))
+
+    def log_hyperparams(self, params: dict[str, Any]) -> None:
+        self.logged.append(params)
+
+
+def test_a_logger_needs_no_experiment(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Tracker("mine", four := Four())
+    assert not hasattr(tracker, "experiment") and tracker.save_dir is None
+    tracker.log_options({"seed": 1})
+    tracker.log_metrics({"x": 1.0}, 2)
+    tracker.finalize("success")
+    assert not caplog.messages and four.logged == [{"seed": 1}, ({"x": 1.0}, 2)]
 
 
 def test_mlflow_continues_the_page_of_a_resumed_run_and_tags_what_has_changed(
