@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
@@ -43,6 +43,7 @@ from solrl_lightning.options.trainer import named_devices
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import QuantizationRule, resolve_from
+from solrl_lightning.rewards.base import Reward as Scorer
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
 from solrl_lightning.rollout.stage import Sigmas
 from solrl_lightning.targets import make
@@ -132,7 +133,9 @@ def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
 
 def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_nodes: Mapping[str, Any]) -> Trainer:
     """Return the trainer with the chosen callbacks and loggers."""
-    callbacks = [*_made_each("callbacks", callback_nodes, Callback).values()]
+    callbacks_by_name = _made_each("callbacks", callback_nodes, Callback)
+    _check_callbacks(callbacks_by_name)
+    callbacks = [*callbacks_by_name.values()]
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
     loggers = [Tracker(name, logger) for name, logger in _made_each("logger", logger_nodes, Logger).items()]
     # Lightning adds its own ModelCheckpoint, in the logger's folder, where there is none.
@@ -140,6 +143,22 @@ def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_n
     trainer = instantiate_trainer(node, logger=loggers or False, callbacks=callbacks, enable_checkpointing=checkpoints)
     trainer.strategy.checkpoint_io = WholeCheckpointIO()
     return trainer
+
+
+def _check_callbacks(callbacks: Mapping[str, Callback]) -> None:
+    """Raise ``UserError`` for one that changes the micro-batches of a step, and for a second progress bar."""
+    bars = [name for name, callback in callbacks.items() if isinstance(callback, ProgressBar)]
+    for name, callback in callbacks.items():
+        if isinstance(callback, GradientAccumulationScheduler):
+            raise UserError(
+                f"callbacks.{name} is invalid: an optimiser step takes all its micro-batches, whose number follows "
+                f"from model.micro_batch. Leave it out with ~callbacks.{name}."
+            )
+    if len(bars) > 1:
+        raise UserError(
+            f"callbacks.{bars[1]} is invalid: Lightning takes one progress bar, and callbacks.{bars[0]} is one. "
+            f"Leave one out, as with ~callbacks.{bars[0]}."
+        )
 
 
 def _made_each(group: str, nodes: Mapping[str, Any], kind: type) -> dict[str, Any]:
@@ -159,7 +178,10 @@ def build_rewards(reward: Reward, frames: str | int | None, device: torch.device
         (only,) = members.values()  # Reward.check raises for several
         only["pretrained"] = reward.pretrained
     weights = {name: member.pop("weight") for name, member in members.items()}
-    loaded = {name: make(f"reward.{name}", m, takes="`device`", device=str(device)) for name, m in members.items()}
+    loaded = {
+        name: make(f"reward.{name}", m, takes="`device`", device=str(device), kind=Scorer)
+        for name, m in members.items()
+    }
     for name, each in loaded.items():
         each.name = name  # as errors name it
     return WeightedRewards(loaded, weights, COMBINATIONS[reward.combine], frames)

@@ -42,6 +42,8 @@ from solrl_lightning.tasks.train import train
 Compose = Callable[..., Run]
 CPU = torch.device("cpu")
 CSV, IDENTITY = "lightning.pytorch.loggers.CSVLogger", "torch.nn.Identity"
+ACCUMULATE = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
+RICH = "lightning.pytorch.callbacks.RichProgressBar"
 MIXED = "{_target_:lightning.pytorch.plugins.MixedPrecision,precision:bf16-mixed,device:cpu}"
 PLUGIN = f"+trainer.plugins=[{MIXED}]"
 STRATEGY = "trainer.strategy={_target_:lightning.pytorch.strategies.ModelParallelStrategy}"
@@ -50,6 +52,10 @@ ERRORS = {  # maker -> arguments and message
         (
             "+reward.mine={_target_:nowhere.Mine,weight:1.0}",
             "reward.mine: nowhere.Mine could not be made: No module named 'nowhere'. .*PYTHONPATH",
+        ),
+        (
+            f"+reward.mine={{_target_:{__name__}.Plain,weight:1.0}}",
+            "Plain is invalid: .*solrl_lightning.rewards.base.Rew",
         ),
         (
             "+reward.mine={_target_:solrl_lightning.rewards.shapes.ShapesReward,weight:1.0,temperature:2}",
@@ -78,11 +84,20 @@ ERRORS = {  # maker -> arguments and message
         ("+callbacks.mine._target_=nowhere.Mine", "callbacks.mine: nowhere.Mine could not be made: .*PYTHONPATH"),
         ("+callbacks.progress.colour=red", "callbacks.progress.colour=red is invalid: nothing reads that key"),
         (f"+callbacks.mine._target_={IDENTITY}", "callbacks.mine: .*must be a lightning.pytorch.callbacks"),
+        (f"+callbacks.g={{_target_:{ACCUMULATE},scheduling:{{0:2}}}}", "callbacks.g is invalid: .* with ~callbacks.g"),
+        (f"+callbacks.rich._target_={RICH}", "callbacks.rich is invalid: .*, as with ~callbacks.progress"),
         ("+trainer.barebones=true", "trainer: lightning.Trainer could not be made: .*barebones"),
         (PLUGIN, "Lightning casts nothing, but this one is for bf16-mixed"),
         (STRATEGY, "must be a DDPStrategy or a SingleDeviceStrategy"),
     ],
 }
+
+
+class Plain:
+    """Scores, but is no reward."""
+
+    def __init__(self, device: str) -> None:
+        pass
 
 
 def trainer_of(cfg: Run) -> Trainer:

@@ -141,7 +141,17 @@ class ExploreTrainLoop(_FitLoop):
             self.trainer.training = True
 
     def advance(self) -> None:
-        """Run one iteration; ``callbacks/requantize.py`` has given the old policy to everything that samples."""
+        """Run one iteration; ``callbacks/requantize.py`` has given the old policy to everything that samples.
+
+        Raises:
+            UserError: a callback has changed the number of micro-batches of an optimiser step.
+        """
+        actual, expected = self.trainer.accumulate_grad_batches, self.plan.micro_batches
+        if actual != expected:
+            raise UserError(
+                f"trainer.accumulate_grad_batches={actual} is invalid: a callback has set it, but an optimiser step "
+                f"takes all its {expected} micro-batches. Leave that callback out with ~callbacks.<name>."
+            )
         self._set_counters()
         self.loader.fill(self.roll_out())
         with self.stopwatch.stage("train"):

@@ -167,6 +167,18 @@ def test_roll_out_with_weights_of_another_iteration_is_an_error(tmp_path: Path, 
         fit(run)
 
 
+class Accumulates(Callback):
+    """Joins the micro-batches of two optimiser steps."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.accumulate_grad_batches *= 2
+
+
+def test_callback_that_changes_the_micro_batches_of_a_step_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="accumulate_grad_batches=.* a callback has set it, .* takes all its"):
+        fit(make(tmp_path, "family=diffusionnft", max_epochs=1, callbacks=(Accumulates(),)))
+
+
 def train(folder: Path, *overrides: str, ckpt: Path | None = None, max_epochs: int = 1, **options: Any) -> Run:
     return fit(make(folder, *overrides, max_epochs=max_epochs, **options), ckpt)
 
