@@ -39,12 +39,17 @@ def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a lo
 
 def check_pointer(key: str, name: str, file: Path) -> None:
     """Raise UserError for a file that git-lfs has not fetched yet."""
+    if is_pointer(file):
+        raise UserError(
+            f"{key}={name} is invalid: {file} is a pointer of git-lfs, which has not fetched it. Run git lfs pull "
+            "in its folder."
+        )
+
+
+def is_pointer(file: Path) -> bool:
+    """Return whether ``file`` stands for one that git-lfs has not fetched yet."""
     with open(file, "rb") as content:
-        if content.read(len(_POINTER)) == _POINTER:
-            raise UserError(
-                f"{key}={name} is invalid: {file} is a pointer of git-lfs, which has not fetched it. Run git lfs pull "
-                "in its folder."
-            )
+        return content.read(len(_POINTER)) == _POINTER
 
 
 def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:

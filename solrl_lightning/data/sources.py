@@ -8,6 +8,7 @@ import csv
 import difflib
 import io
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from solrl_lightning.artifacts.hub import is_pointer
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.policies.config_files import ASSETS
@@ -186,6 +188,7 @@ def _read_lines(path: Path) -> list[str]:
 
 def _read_utf8(path: Path) -> str:
     try:
+        _check_fetched(path)
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"the prompt file {path} cannot be read: {error.strerror}. Check its permissions.") from error
@@ -197,6 +200,14 @@ def _read_utf8(path: Path) -> str:
             f"the prompt file {path} is invalid: it must be UTF-8, and has the byte 0x{data[error.start]:02x} at "
             f"offset {error.start} (line {line}). Save the file as UTF-8."
         ) from error
+
+
+def _check_fetched(path: Path) -> None:
+    if is_pointer(path):
+        raise UserError(
+            f"the prompt file {path} is invalid: it is a pointer of git-lfs, which has not fetched the file. Run git "
+            "lfs pull in its folder."
+        )
 
 
 def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Prompt]:
@@ -216,7 +227,7 @@ def _json_record(line: str, column: str) -> Prompt | str:
     """Return the record of a line, or the rule that the line breaks."""
     rule = "every line of a .jsonl file must be a JSON object"
     try:
-        row = json.loads(line, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        row = json.loads(line, object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         return f"{rule}, and this one is nested too deeply"
     except json.JSONDecodeError as error:
@@ -243,29 +254,44 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON, which servers of rewards would refuse")
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is no finite number, and servers of rewards would refuse it")
+    return value
 
 
 def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
-    rows = csv.reader(io.StringIO(_read_utf8(path), newline=""), delimiter=separator)
+    """Read a table by RFC 4180, whose quotes begin only at the start of a value; one of a .tsv file ends on its line.
+
+    The last rule finds a quotation mark of a prompt that would open a value up to the next one, lines below.
+    """
+    rows = csv.reader(io.StringIO(_read_utf8(path), newline=""), delimiter=separator, strict=True)
     values: list[str] = []
+    line = 1  # on which the row begins
     try:
         names = next(rows, [])
         _check_column(names, column, str(path))
         place = names.index(column)
+        line = rows.line_num + 1
         for row in rows:
             if row and len(row) != len(names):
                 raise UserError(
-                    f"{path} line {rows.line_num} is invalid: a row must have a value for each of the {len(names)} "
+                    f"{path} line {line} is invalid: a row must have a value for each of the {len(names)} "
                     f"columns, and this one has {len(row)} values. Put a value that contains {separator!r} in double "
                     "quotes, without a blank before them."
                 )
+            if separator == "\t" and rows.line_num > line:
+                raise csv.Error("the value continues on the next line, which only values of a .csv file may")
             for value in row[place : place + 1]:
-                check_text(value, f"{path} line {rows.line_num}")
+                check_text(value, f"{path} line {line}")
                 values.append(value)
+            line = rows.line_num + 1
     except csv.Error as error:
-        raise UserError(f"{path} line {rows.line_num} is invalid: {error}. Correct that line.") from error
+        raise UserError(
+            f"{path} line {line} is invalid: {error}. A value that begins with a double quote must end with one, and "
+            'each between them is doubled, as in """OPEN"" sign". Correct that line.'
+        ) from error
     return _table_records(values, column, str(path))
 
 
@@ -273,6 +299,7 @@ def _read_parquet(path: Path, column: str) -> list[Prompt]:
     from pyarrow import ArrowException, parquet
 
     try:
+        _check_fetched(path)
         table = parquet.ParquetFile(path)
         _check_column(table.schema_arrow.names, column, str(path))
         values = table.read([column]).column(0).to_pylist()

@@ -12,6 +12,7 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
+from take_away import POINTER
 
 from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.data.prompts import read_prompts
@@ -77,7 +78,8 @@ def test_folder_of_flow_factory_has_a_file_for_each_split(tmp_path: Path, monkey
         ),
         ('{"prompt": 7}', "this one has 7"),
         ('{"prompt": "a cat", "tag": "x", "tag": "y"}', "it has the key 'tag' twice"),
-        ('{"prompt": "a cat", "score": NaN}', "NaN is no JSON"),
+        ('{"prompt": "a cat", "score": NaN}', "NaN is no finite number"),
+        ('{"prompt": "a cat", "of": [{"score": -1e999}]}', "-1e999 is no finite number"),
         (f'{{"prompt": "a cat", "score": {"9" * 5000}}}', "must be a JSON object: Exceeds the limit"),
         ('{"prompt": "a cat", "tag": 7}', 'the "tag" of a prompt must be a string; got 7'),
     ],
@@ -106,14 +108,42 @@ def test_csv_and_tsv_files_give_the_column(tmp_path: Path, name: str, separator:
         ("tag", "prompt"),
         ("1", '"one, two"'),
         ("b", ""),
-        ("c", '"a ""quoted""\nword"'),
+        ("c", '"a ""quoted"" word"'),
         ("d", "NA"),
-        ("e", "1984"),
+        ("e", '12" of "snow"'),
     ]
     path = tmp_path / name
     path.write_text("".join(f"{separator.join(row)}\n" for row in rows), encoding="utf-8-sig")
-    assert identities(read_prompts(path)) == ["one, two", 'a "quoted"\nword', "NA", "1984"]
+    assert identities(read_prompts(path)) == ["one, two", 'a "quoted" word', "NA", '12" of "snow"']
     assert identities(read_prompts(path, "tag")) == ["1", "b", "c", "d", "e"]
+
+
+def test_value_of_a_csv_file_may_have_several_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "tag,prompt", 'x,"one', 'and two"', "y,three")
+    assert [record.text for record in read_records(path, "prompt")] == ["one\nand two", "three"]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "number"),
+    [
+        ("a.csv", ['"OPEN" sign', "fog"], 2),
+        ("a.tsv", ["fog", '"OPEN" sign'], 3),
+        ("a.csv", ["fog", r'"a \"b\" c"'], 3),
+        ("a.csv", ['"two', 'lines"', '"OPEN" sign'], 4),
+        ("a.csv", ["fog", '"unclosed', "snow", "rain"], 3),
+        ("a.tsv", ["fog", '"unclosed', "snow", 'rain"', "owls"], 3),
+    ],
+)
+def test_malformed_quotes_are_an_error(tmp_path: Path, name: str, lines: list[str], number: int) -> None:
+    with pytest.raises(UserError, match=rf"{name} line {number} is invalid: .* doubled, as in "):
+        read_records(write(tmp_path / name, "prompt", *lines), "prompt")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.tsv", "a.parquet"])
+def test_pointer_of_git_lfs_is_an_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(UserError, match=f"{name} is invalid: it is a pointer of git-lfs, .* Run git lfs pull"):
+        read_records(tmp_path / name, "prompt")
 
 
 @pytest.mark.parametrize(
