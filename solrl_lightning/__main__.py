@@ -27,7 +27,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.formatting import counted
-from solrl_lightning.artifacts.run_folder import LAST, check_free, check_new, check_writable, claimed, remove_unused
+from solrl_lightning.artifacts.run_folder import (
+    LAST,
+    NEXT_RECORD,
+    RECORD,
+    check_free,
+    check_new,
+    check_writable,
+    claimed,
+    remove_unused,
+)
 from solrl_lightning.artifacts.started_runs import remember
 from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
@@ -310,6 +319,12 @@ def _jobs(
             raise UserError(f"The sweep has the run {overrides or 'of all its values'} twice. Give each value once.")
         with _named(overrides):
             jobs[overrides] = options_of(cfg, home.dir)
+        record = cfg.hydra.output_subdir
+        if jobs[overrides].trains and is_first() and record not in (str(RECORD), str(NEXT_RECORD)):
+            raise UserError(
+                f"hydra.output_subdir={record or 'null'} is invalid: a run resumes with the options that Hydra records "
+                f"in {RECORD}. Leave it out."
+            )
     if len(jobs) > 1 and not OmegaConf.is_interpolation(home, "subdir"):
         raise UserError(
             f"hydra.sweep.subdir={home.subdir} is invalid: every run of a sweep needs its own folder. Use "

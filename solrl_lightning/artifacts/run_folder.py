@@ -35,17 +35,26 @@ def is_resuming(folder: Path) -> bool:
     return (folder / NEXT_RECORD).is_dir()
 
 
+def run_of(checkpoint: Path) -> Path:
+    """Return the absolute folder of a checkpoint's run, in which ``checkpoints/`` or the file may be a link.
+
+    A link to the checkpoint outside of a run leads to the run.
+    """
+    places = [Path(os.path.realpath(file.parent.parent)) for file in (checkpoint.absolute(), checkpoint.resolve())]
+    return next((folder for folder in places if (folder / RECORD).is_dir()), places[0])
+
+
 def check_new(folder: Path) -> None:
     """UserError for a folder that already holds a run."""
     traces = [name for name in _TRACES if (folder / name).exists()]
     if traces:
         sweep = "multirun.yaml" in traces
         if sweep:
-            fix = f"continue one of its runs with ckpt=last hydra.run.dir={folder}/<run>"
+            fix = f"continue one of its runs with task=train ckpt=last hydra.run.dir={folder}/<run>"
         elif (folder / LAST).exists():
             fix = (
-                f"continue the run in it with ckpt=last {path_option('hydra.run.dir', folder)}, or take its weights "
-                f"into another with {path_option('ckpt', folder / LAST)}"
+                f"continue the run in it with task=train ckpt=last {path_option('hydra.run.dir', folder)}, or take its "
+                f"weights into another with {path_option('ckpt', folder / LAST)}"
             )
         elif (folder / BEST).exists():
             fix = f"branch from its best evaluation with {path_option('ckpt', folder / BEST)}; {LAST} is missing"

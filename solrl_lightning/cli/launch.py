@@ -13,6 +13,7 @@ from typing import NamedTuple
 from solrl_lightning.errors import UserError
 
 _OTHERS = ("OMPI_COMM_WORLD", "PMI", "JSM_NAMESPACE")  # mpirun of Open MPI, of MPICH and Intel MPI; jsrun
+_OF_LIGHTNING = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # read while it is imported
 _HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # of torchrun, Open MPI, MPICH
 
 
@@ -117,10 +118,12 @@ def launched(pattern: str) -> str:
 
 
 def check_launched(folders: str, num_nodes: object) -> None:
-    """UserError if nothing starts the ranks of other nodes, or they cannot agree on a name in ``folders``.
+    """UserError if a rank is no number, nothing starts those of other nodes, or no name in ``folders`` is shared.
 
     ``folders`` are uninterpolated. Without a launcher, Lightning finds the other nodes by MASTER_ADDR and NODE_RANK.
     """
+    for name in _OF_LIGHTNING:
+        _number(name)
     alone = not (_torchrun() or _srun() or _others())
     if alone and isinstance(num_nodes, int) and num_nodes > 1 and "MASTER_ADDR" not in os.environ:
         raise UserError(

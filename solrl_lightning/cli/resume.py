@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from solrl_lightning.artifacts.finished_runs import FINISHED, read_summary
 from solrl_lightning.artifacts.formatting import path_option, quoted, shell_quoted
-from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free
+from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free, run_of
 from solrl_lightning.artifacts.started_runs import started_runs
 from solrl_lightning.cli.config import ConfigTree, own_sources, searched
 from solrl_lightning.errors import UserError
@@ -82,16 +82,18 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     else:
         checkpoint = Path(value)
     check_checkpoint(checkpoint)
-    source = checkpoint.resolve().parent.parent
+    source = run_of(checkpoint)
     is_source = folder is not None and Path(os.path.realpath(folder)) == source  # resolve() raises for a link's loop
     same_folder = value in ("last", "auto") or (value != "best" and is_source)
     in_place = training and not multirun and same_folder
 
     has_record = (source / RECORD / "overrides.yaml").is_file()
     if training and not has_record:
+        lora = source / "lora"
+        begin = f". {_from_lora(lora)}" if lora.is_dir() else ""
         raise UserError(
             f"ckpt={checkpoint} is invalid: training resumes with the recorded options of the checkpoint's run, and "
-            f"{source / RECORD} has none. Use the file in its run folder, or copy the whole folder."
+            f"{source / RECORD} has none. Use the file in its run folder, or copy the whole folder{begin}."
         )
     sources = [] if tree.own_sources else _recorded_sources(source)
     tree.look_in(sources)
@@ -102,7 +104,7 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         sharded = any(o.key_or_group == "trainer" and o.value() == "fsdp" for o in recorded)
         recorded = [o for o in recorded if not is_subkey(_dotted(o), "task", *(["trainer"] if sharded else []))]
     lines = [str(o.input_line) for o in recorded if o.key_or_group not in new_keys] + [str(o.input_line) for o in new]
-    merged = [*searched(sources), *lines, f"ckpt={quoted(checkpoint.resolve())}"]
+    merged = [*searched(sources), *lines, f"ckpt={quoted(checkpoint.absolute())}"]
     if in_place:
         _check_resumable(tree, source, checkpoint, new, lines)
         # First, so that a further rank's own hydra.output_subdir=null, which keeps it from writing, wins.
@@ -364,11 +366,11 @@ def recorded_contents(checkpoint: Path) -> tuple[int, float] | None:
 
     The summary of a finished run is written after its last checkpoint, so a newer file is another one.
     """
-    folder = checkpoint.resolve().parent.parent
+    folder = run_of(checkpoint)
     summary = read_summary(folder)
     rows = summary.get("evaluations") or [{}]
     whole = summary["status"] in FINISHED and summary.get("last_checkpoint_iterations") == summary.get("iterations")
-    if not whole or checkpoint.resolve() != folder / LAST:
+    if not whole or os.path.realpath(checkpoint) != os.path.realpath(folder / LAST):
         return None
     is_newer = os.path.getmtime(checkpoint) > os.path.getmtime(folder / "summary.json")
     return None if is_newer else (summary["iterations"], rows[-1].get("seconds", 0.0))

@@ -12,6 +12,7 @@ from solrl_lightning.artifacts.files import iterations_done, read_checkpoint, wr
 from solrl_lightning.artifacts.finished_runs import read_summary
 from solrl_lightning.artifacts.hub import create_repository, upload
 from solrl_lightning.artifacts.model_card import PICTURE, model_card
+from solrl_lightning.artifacts.run_folder import run_of
 from solrl_lightning.build import build_model, load_trained
 from solrl_lightning.names import MERGED
 from solrl_lightning.options.run import Run
@@ -60,7 +61,7 @@ def export(cfg: Run) -> None:
 
 def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtype: str) -> None:
     """Write README.md and its picture, from the summary and the last sample grid of the checkpoint's run."""
-    folder, run = Path(cfg.run_dir), ckpt.resolve().parent.parent
+    folder, run = Path(cfg.run_dir), run_of(ckpt)
     state, summary = read_checkpoint(ckpt), read_summary(run)
     done = iterations_done(state)
     with_lora = _LORA in module.transformers.trained.exports

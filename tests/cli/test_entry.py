@@ -27,10 +27,10 @@ from omegaconf import OmegaConf
 from small_runs import SMALL, Command, files_of
 
 import solrl_lightning
-from solrl_lightning.artifacts.run_folder import claimed
+from solrl_lightning.artifacts.run_folder import claimed, run_of
 from solrl_lightning.build import with_option
 from solrl_lightning.cli.config import ConfigTree
-from solrl_lightning.cli.launch import check_world, is_first
+from solrl_lightning.cli.launch import check_launched, check_world, is_first
 from solrl_lightning.cli.resume import recorded_contents, resume
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.machine import interrupts
@@ -337,6 +337,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("-m ckpt=last", "does not go with -m"),
         ("-m ckpt=a.ckpt,b.ckpt", "ckpt takes one file"),
         ("run_dir=elsewhere", "hydra.run.dir=<folder>"),
+        ("hydra.output_subdir=null", "hydra.output_subdir=null is invalid: a run resumes with the options"),
         ("--config-dir nowhere", "--config-dir must be a folder; there is none at nowhere"),
         ("ckpt=auto", "ckpt=auto is invalid: it needs a folder that the same command finds again"),
         ("ckpt=auto -m hydra.sweep.dir=x", "ckpt=auto continues one run"),
@@ -360,9 +361,7 @@ def test_folder_that_holds_a_run_is_an_error(command: Command, tmp_path: Path, t
     assert "ckpt=old/checkpoints/best.ckpt; checkpoints/last.ckpt is missing" in error_of(command, "hydra.run.dir=old")
     (tmp_path / "old" / "checkpoints" / "last.ckpt").touch()
     message = error_of(command, "hydra.run.dir=old")
-    assert (
-        "ckpt=last hydra.run.dir=old, or take its weights into another with ckpt=old/checkpoints/last.ckpt" in message
-    )
+    assert "task=train ckpt=last hydra.run.dir=old, or take its weights into another with ckpt=old/check" in message
 
 
 def test_folder_that_holds_a_sweep_is_an_error(command: Command) -> None:
@@ -539,6 +538,24 @@ def test_checkpoint_begins_a_new_folder_or_another_task_with_the_overrides_of_it
     best.touch()
     assert "already holds a run" in error_of(command, RECORD, "ckpt=best", "iterations=4", f"hydra.run.dir={earlier}")
     assert (earlier / "record.json").read_bytes() == before
+
+
+def test_checkpoints_behind_a_link_belong_to_the_run_that_has_the_link(earlier: Path, tmp_path: Path) -> None:
+    last = earlier / "checkpoints" / "last.ckpt"
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link.ckpt").symlink_to(last)
+    assert run_of(tmp_path / "link.ckpt") == earlier
+    for place in (last.parent, last):
+        place.rename(tmp_path / "disk" / place.name)
+        place.symlink_to(tmp_path / "disk" / place.name)
+        assert recorded_contents(last) == (1, 0.0)
+        for arguments, folder in (
+            (["ckpt=last", f"hydra.run.dir={earlier}"], earlier),
+            ([f"ckpt={last}", "task=evaluate"], None),
+        ):
+            with ConfigTree() as tree:
+                resumed = resume(tree, arguments, multirun=False)
+            assert "seed=5" in resumed.arguments and resumed.folder == folder
 
 
 def test_task_on_a_run_with_shards_has_no_shards(earlier: Path, tmp_path: Path) -> None:
@@ -846,6 +863,13 @@ def test_ranks_that_cannot_agree_on_a_folder_need_its_name(
         monkeypatch.setenv(rank, number)
         assert command(task(show_folder), *ON_TWO_NODES, "hydra.run.dir=run").status == 0
         assert files(Path("run")) == (OF_RANK_0 if number == "0" else set())
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", ""), ("SLURM_PROCID", "none")])
+def test_rank_that_is_no_number_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"{name}={value} is invalid: a launcher sets it to a whole number"):
+        check_launched("", 1)
 
 
 def test_several_nodes_without_a_launcher_are_an_error(command: Command) -> None:
