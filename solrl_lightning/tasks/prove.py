@@ -77,9 +77,14 @@ def _ended(folder: Path, here: Mapping[str, Any]) -> dict[str, Any]:
     """Return the results of the steps that have ended in ``folder`` on this machine."""
     file = folder / "proof.json"
     before = json.loads(file.read_text()) if file.is_file() else {}
-    if any(before.get(key) != value for key, value in here.items()):
+    if any(_without_threads(before.get(key)) != _without_threads(value) for key, value in here.items()):
         return {}
     return {name: step for name, step in before["steps"].items() if step["ended"]}
+
+
+def _without_threads(facts: Any) -> Any:
+    """Leave out the number of threads, which follows the load of the machine."""
+    return {key: value for key, value in facts.items() if key != "threads"} if isinstance(facts, dict) else facts
 
 
 def run_step(step: Step, folder: Path, options: list[str], seconds: float) -> dict[str, Any]:
