@@ -14,6 +14,7 @@ from typing import Any
 from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.formatting import command_line, counted, duration
+from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 from solrl_lightning.build import device_of
 from solrl_lightning.errors import CheckFailed, UserError
@@ -47,12 +48,13 @@ def prove(cfg: Run) -> dict[str, Any]:
         )
     options = ["trainer=cpu"] if device.type == "cpu" else ["trainer=gpu", f"trainer.devices=[{device.index or 0}]"]
     here = {"machine": machine(device, 1), "versions": versions(), "first_run": first_run(hardware_of(device)).options}
-    done = _ended(folder, here)
-    result = write_result(folder, here, {name: done.get(name) for name in steps})
-    for name in task.steps or result["steps_left"]:
-        done[name] = run_step(steps[name], folder / name.replace(" ", "_"), options, end - time.monotonic())
-        print("\n".join(format_row(Row(**row)) for row in done[name]["rows"]), flush=True)
+    with claimed(folder, new=False):
+        done = _ended(folder, here)
         result = write_result(folder, here, {name: done.get(name) for name in steps})
+        for name in task.steps or result["steps_left"]:
+            done[name] = run_step(steps[name], folder / name.replace(" ", "_"), options, end - time.monotonic())
+            print("\n".join(format_row(Row(**row)) for row in done[name]["rows"]), flush=True)
+            result = write_result(folder, here, {name: done.get(name) for name in steps})
     print(f"{summary_of(result)}\n  {folder / 'proof.html'}")
     wrong = [name for name, step in result["steps"].items() if any(row["status"] == WRONG for row in step["rows"])]
     if wrong:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row
 from solrl_lightning.options.run import Run
 from solrl_lightning.quantization.backends import Hardware
@@ -149,6 +150,9 @@ def test_command_continues_where_the_last_one_ended(command: Callable[..., Any],
     assert [*result["steps"]] == ["doctor", "sol_rl", "resume"] and result["steps_left"] == ["doctor", "resume"]
     page = (tmp_path / "proof" / "proof.html").read_text()
     assert "nvfp4 (emulated): reward 0.5" in page and "there is no time left" in page
+    with claimed(tmp_path / "proof", new=False):
+        second = command("task=prove", "trainer=cpu", "task.minutes=0.01")
+    assert second.status == 2 and "proof" in second.err and json.loads(file.read_text()) == result
     wrong = command("task=prove", "trainer=cpu", "task.steps=[flux1]")
     assert wrong.status == 2 and "there is no step flux1 on this machine" in wrong.err
     assert not (tmp_path / "outputs" / "train").exists()
