@@ -53,8 +53,8 @@ class StageProgressBar(ProgressBar):
     """Shows one bar for the run on rank 0; without a wide terminal, prints a line every few iterations.
 
     An iteration with an evaluation always has a line. A line has the seconds of the iteration (``time/iteration`` and
-    the checkpoint saved before it), then those of evaluation, probe and grid together. Must follow the callback that
-    draws grids.
+    the checkpoint saved before it), then the seconds of evaluation, probe and grid together. Must follow the callback
+    that draws grids.
     """
 
     def __init__(self) -> None:
@@ -122,14 +122,14 @@ class StageProgressBar(ProgressBar):
         seconds = f"{self._plain[-1]:.1f} s"
         if extra:
             seconds += f" + {self._extra[-1]:.1f} s {', '.join(extra)}"
-        results = *self._results(done), *self._held_out(done)
-        line = " | ".join([f"iteration {done}/{trainer.max_epochs}", *results, seconds, *self._eta(done)])
+        results, held_out = self._results(done), self._held_out(done)
+        line = " | ".join([f"iteration {done}/{trainer.max_epochs}", *results, *held_out, seconds, *self._eta(done)])
         file_logger.info(line)
         self._bar.update()
         self._draw()
         is_last = done == trainer.max_epochs or trainer.should_stop
         is_due = self._bar.disable and (is_last or done % max(math.ceil(expected / _LINES), 1) == 0)
-        if is_due or self._held_out(done):
+        if is_due or held_out:
             self.print(line)
 
     # Evaluation without training; in a training run it is a stage.

@@ -364,7 +364,7 @@ def _suggestions(key: str, known: Iterable[str]) -> str:
 
 
 def _elsewhere(tree: ConfigTree, key: str, known: Iterable[str], choices: Sequence[str]) -> str | None:
-    """Return a message if other options of the key's group have it, or if it is that of a task and none is chosen."""
+    """Return a message if other options of the group have the key, or if a task has it and none is chosen."""
     group = key.partition(".")[0]
     if group not in _ONE_EACH:
         return None

@@ -25,7 +25,7 @@ def manual(group: str, cfg: DictConfig) -> str:
 
 
 def _described(key: str, value: Any, text: str) -> Iterator[str]:
-    """Yield the lines of ``value``; below a group, and below nodes that are made, those of its keys."""
+    """Yield the lines of ``value``, and of the keys of a group or of a node with a ``_target_``."""
     if isinstance(value, Group):
         kind, texts = type(value), attribute_texts(type(value))
         for name, field in kind.model_fields.items():
