@@ -50,7 +50,7 @@ class SampleGrid(Callback):
             rows = []
             for name, chosen in (("best", order[:shown]), ("worst", order[-shown:])):
                 latents = rollouts.x0[0][chosen.to(rollouts.x0.device)].to(pl_module.device)
-                images = torch.cat([filmstrip(module_of(pl_module).policy.decode(x[None])) for x in latents])
+                images = torch.cat([filmstrip(module_of(pl_module).model.decode(x[None])) for x in latents])
                 rows.append(Row(name, [images], [labels[place] for place in chosen.tolist()]))
             title = f"Best and worst samples of iteration {trainer.current_epoch + 1}"
             self._pool = draw_grid(title, [rollouts.prompts[0].identity], rows)

@@ -35,7 +35,7 @@ def measure(chunk: int, rounds: int, overrides: list[str]) -> None:
     device = torch.device("cpu")
     module = build_model(cfg, device, {cfg.family.explore.sampler}, build_rewards(cfg.reward, cfg.model.frames, device))
     encoded = module.encode(prompt_sets(cfg).train[: cfg.prompts_per_iteration])
-    stage, *_ = cfg.family.stages(module.policy.sigmas)
+    stage, *_ = cfg.family.stages(module.model.sigmas)
 
     def pool_of(iteration: int) -> Any:
         return encoded, pool_seeds(cfg.seed, iteration, identities(encoded.prompts), cfg.family.pool)
@@ -44,7 +44,7 @@ def measure(chunk: int, rounds: int, overrides: list[str]) -> None:
     with explorers_of(cfg, 0, 1, device) as explorers:
         from solrl_lightning.explorers.sampler import RaySampler
 
-        there = RaySampler(cfg, explorers, module.policy, pool_of)
+        there = RaySampler(cfg, explorers, module.model, pool_of)
         start, idle = time.perf_counter() - begin, []
         seconds: dict[str, list[float]] = {"here": [], "there": []}
         module.sync_samplers(0)

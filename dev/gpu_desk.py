@@ -27,7 +27,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.policies.architectures import find_architecture
 from solrl_lightning.quantization import nvfp4_kernel, nvfp4_packed, resolve
 from solrl_lightning.quantization.backends import Hardware
-from solrl_lightning.sizing.blocks import short_policy
+from solrl_lightning.sizing.blocks import short_model
 
 CARDS = {"8.0": "int8", "8.9": "fp8", "9.0": "fp8", "10.0": "nvfp4", "12.0": "nvfp4"}
 MODELS = ("flux1", "sd3", "sana", "wan", "z_image", "flux2", "qwen_image")
@@ -70,20 +70,20 @@ def _largest(code: str, dtype: str) -> int:
     return max((prod(int(size) for size in shape.split(",") if size.strip()) for shape in shapes), default=0)
 
 
-def _run(model: str, precision: str, hardware: Hardware) -> None:
+def _run(architecture: str, precision: str, hardware: Hardware) -> None:
     """Compute a velocity by the shadow, or by the trained model with its gradients, twice."""
     trains = precision == TRAINING
     options = ["precision=bf16", "family=prefix"] if trains else [f"precision={precision}", "family=sol_rl"]
-    arguments = f"model={model} model.weights=random data=shapes reward=shapes".split()
+    arguments = f"model={architecture} model.weights=random data=shapes reward=shapes".split()
     with ConfigTree() as tree:
         run = Run.of(application_config(tree.compose((*arguments, *options)), "outputs"))
     with torch.set_grad_enabled(trains):
         pipeline = get_class(run.model.policy["_target_"]).pipeline_class
-        policy = short_policy(run, find_architecture(run.model.pretrained, pipeline), torch.device("meta"))
+        model = short_model(run, find_architecture(run.model.pretrained, pipeline), torch.device("meta"))
         with torch.device("meta"):  # without it, PEFT creates the adapters on the CPU
             transformers = build_transformers(
                 run,
-                policy,
+                model,
                 compile_replicas=True,
                 compile_policy=trains,
                 with_shadow=not trains,
@@ -92,15 +92,15 @@ def _run(model: str, precision: str, hardware: Hardware) -> None:
             )
         batch = run.model.micro_batch if trains else run.model.rollout_batch
         with torch.no_grad():
-            conditioning = policy.encode(batch * [Prompt("")])
-        x, sigma = torch.empty(batch, *policy.latent_shape, device="meta"), torch.empty(batch, device="meta")
+            conditioning = model.encode(batch * [Prompt("")])
+        x, sigma = torch.empty(batch, *model.latent_shape, device="meta"), torch.empty(batch, device="meta")
         graphs = []
         for _ in range(2):
             if trains:
                 with transformers.trained.current() as transformer:
-                    policy.guided_velocity(transformer, x, sigma, conditioning).square().mean().backward()
+                    model.guided_velocity(transformer, x, sigma, conditioning).square().mean().backward()
             else:
-                policy.guided_velocity(transformers.replicas[SHADOW], x, sigma, conditioning)
+                model.guided_velocity(transformers.replicas[SHADOW], x, sigma, conditioning)
             graphs.append(len(absent_gpu.codes))
     assert graphs[0] == graphs[1], f"{graphs[1] - graphs[0]} graphs of the second pass"
 

@@ -38,7 +38,7 @@ class GradientNoise(Callback):
 def gradients(trainer: Trainer, pl_module: LightningModule) -> Tensor:
     """Return the gradients [P, T, DRAWS, D] of each prompt's kept samples at each of T noise levels."""
     loop, module = loop_of(trainer), module_of(pl_module)
-    rollouts, sigmas = loop.rollouts, module.policy.sigmas(loop.stages[-1].steps)
+    rollouts, sigmas = loop.rollouts, module.model.sigmas(loop.stages[-1].steps)
     prompts = loop._encode(trainer.current_epoch, rollouts.prompts)
     number, kept = rollouts.seeds.shape
     rows = []

@@ -146,7 +146,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("a run that was stopped resumes", 'self.ends_again and state.get("stopped", False)', "False", ENDS),
         (
             "guided evaluations counted once",
-            "velocities * forward_passes(self._module.policy.guidance_scale)",
+            "velocities * forward_passes(self._module.model.guidance_scale)",
             "velocities",
             GUIDANCE,
         ),
@@ -185,8 +185,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "sigmas of exploration",
-            "module.policy.sigmas(self.stages[-1].steps)",
-            "module.policy.sigmas(self.stages[0].steps)",
+            "module.model.sigmas(self.stages[-1].steps)",
+            "module.model.sigmas(self.stages[0].steps)",
             WEIGHTS,
         ),
         (
@@ -223,8 +223,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("all evaluations compare", 'checkpoint.get("evaluation") ==', 'checkpoint.get("x") !=', HELD_OUT),
         (
             "loss without guidance",
-            "self.policy.guided_velocity(transformer, batch",
-            "self.policy.velocity(transformer, batch",
+            "self.model.guided_velocity(transformer, batch",
+            "self.model.velocity(transformer, batch",
             GUIDANCE,
         ),
         (
@@ -369,8 +369,8 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/rollout/chunks.py": [
         (
             "samples without guidance",
-            "policy.guided_velocity(transformer",
-            "policy.velocity(transformer",
+            "model.guided_velocity(transformer",
+            "model.velocity(transformer",
             GUIDANCE,
         ),
         (
@@ -384,7 +384,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", CHUNKS),
         ("prefix loses its place", "if whole is not None and whole.finished:", "if whole is not None:", CHUNKS),
         ("no second try", "return retry_with_empty_cache(chunk)", "return chunk()", CHUNKS),
-        ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", CHUNKS),
+        ("chunk without its own noise", "model.noise(flat[index])", "model.noise(flat[: len(index)])", CHUNKS),
     ],
     "solrl_lightning/rollout/scoring_worker.py": [
         ("scores on GPU 0", '(1, "scoring", *settings)', '(1, "scoring")', CHUNKS),

@@ -42,7 +42,7 @@ class ModelTimer(Callback):
         self._seconds = self._stopwatch.seconds
         methods = {"encode": "encode", "velocity": "transformer", "decode": "decode", "preview": "decode"}
         for method, model in methods.items():
-            setattr(module.policy, method, self._timed(model, getattr(module.policy, method)))
+            setattr(module.model, method, self._timed(model, getattr(module.model, method)))
         rewards = cast(dict[str, Any], module.rewards.rewards)
         rewards.update({name: self._timed("reward", reward) for name, reward in rewards.items()})
         module.backward = self._timed("backward", module.backward)  # type: ignore[method-assign]

@@ -125,7 +125,7 @@ def with_option(cfg: Run, group: str, option: str) -> Run:
 
 def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
     """Read the trained weights and their evaluation average from a checkpoint of a training run."""
-    checkpoint = read_checkpoint(ckpt, module.policy.device)
+    checkpoint = read_checkpoint(ckpt, module.model.device)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
     module.ema_state = average_in(checkpoint, module.policy_state(TRAINED))
@@ -251,7 +251,7 @@ def build_model(
     options: dict[str, Any] = dict(device=str(device), base_weights=cfg.base_weights, encode_on=cfg.encode_on)
     if cfg.is_sharded:
         options["transformer_device"] = "cpu"
-    policy = make("model.policy", cfg.model.policy, takes=", ".join(f"`{name}`" for name in options), **options)
+    model = make("model.policy", cfg.model.policy, takes=", ".join(f"`{name}`" for name in options), **options)
     compiled = {}
     wishes = {"family.compile": cfg.family.compile, "compile_training": cfg.compile_training}
     for (key, choice), what in zip(wishes.items(), ("rollouts", "training steps"), strict=True):
@@ -265,18 +265,18 @@ def build_model(
     if cfg.is_sharded:
         from solrl_lightning.training.sharding import shard_transformers
 
-        transformers = shard_transformers(policy, trained_as(cfg.model, cfg.seed, True), cfg.model.rollout_batch)
+        transformers = shard_transformers(model, trained_as(cfg.model, cfg.seed, True), cfg.model.rollout_batch)
     else:
         transformers = build_transformers(
             cfg,
-            policy,
+            model,
             compile_replicas=compiled["family.compile"],
             compile_policy=compiled["compile_training"],
             with_shadow=SHADOW in samplers,
             backend=resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device),
         )
     return SolRLModule(
-        policy,
+        model,
         transformers,
         rewards,
         objective=objective or build_objective(cfg.objective),
@@ -289,10 +289,10 @@ def build_model(
     )
 
 
-def build_transformers(cfg: Run, policy: PipelineAdapter, **how: Any) -> Transformers:
+def build_transformers(cfg: Run, model: PipelineAdapter, **how: Any) -> Transformers:
     """Return the transformers of a device that holds the whole model; ``how`` as in ``replicate``."""
     trained, rule = trained_as(cfg.model, cfg.seed, cfg.is_sharded), quantization_rule(cfg.model.quantization)
-    return replicate(policy, trained, cfg.model.rollout_batch, rule=rule, **how)
+    return replicate(model, trained, cfg.model.rollout_batch, rule=rule, **how)
 
 
 def trained_as(model: Model, seed: int, is_sharded: bool) -> Callable[[ModelMixin], TrainedTransformer]:
@@ -324,7 +324,7 @@ def quantization_rule(quantization: Quantization) -> QuantizationRule:
 def build_loop(
     cfg: Run, prompts: Sequence[Prompt], trainer: Trainer, objective: Objective, sigmas: Sigmas
 ) -> ExploreTrainLoop:
-    """``sigmas``: the policy's noise levels."""
+    """``sigmas``: the model's noise levels."""
     return ExploreTrainLoop(
         trainer,
         schedule=PromptSchedule(prompts, cfg.prompts_per_iteration, cfg.seed),

@@ -35,11 +35,11 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     """Train from the base model, and return the module with the trained weights."""
     objective, rewards = build_objective(cfg.objective), build_rewards(cfg.reward, cfg.model.frames, device)
     module = build_model(cfg, device, cfg.samplers, rewards, (), objective)
-    policy, models = module.policy, module.transformers
+    model, transformers = module.model, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
-    stages = cfg.family.stages(policy.sigmas, objective.solver)  # explore ..., regenerate
-    sigmas = policy.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
+    stages = cfg.family.stages(model.sigmas, objective.solver)  # explore ..., regenerate
+    sigmas = model.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
     rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
     schedule = PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed)
@@ -51,7 +51,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     ) -> Candidates:
         """Sample and score the candidates of seeds [P, n]; in the last stage the steps ``recorded`` take noise."""
         if objective.shared_noise and len(stages) == 1:
-            state = one_noise(policy, seeds)
+            state = one_noise(model, seeds)
         steps = range(0) if stage.name == EXPLORE else recorded
         return module.run_stage(stage, encoded, seeds, initial_state=state, transitions=steps)
 
@@ -76,9 +76,9 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
             others = {}
             for name, every in objective.needs.items():  # "old", "reference"
                 if (number + iteration) % every == 0:
-                    with torch.no_grad(), models.velocity_models[name]() as transformer:
+                    with torch.no_grad(), transformers.velocity_models[name]() as transformer:
                         others[name] = module.velocity(transformer, batch)[:real]
-            with models.trained.current() as transformer:
+            with transformers.trained.current() as transformer:
                 loss = objective(module.velocity(transformer, batch)[:real], batch.first(real), **others)
             weighted = (loss.per_sample * batch.weight[:real]).sum() / len(batch.weight)
             (weighted / plan.micro_batches).backward()
@@ -89,7 +89,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
                 optimizer.zero_grad()
 
         # The old policy, which samples, follows the trained one.
-        models.trained.update_old(module.old_decay(iteration + 1))
+        transformers.trained.update_old(module.old_decay(iteration + 1))
         print(f"iteration {iteration + 1}: proxy {explored.rewards.mean():.4f}, reward {samples.rewards.mean():.4f}")
     return module
 

@@ -71,7 +71,7 @@ from solrl_lightning.policies.random_weights import init_random_weights
 from solrl_lightning.shapes.world import COLOURS, IMAGE_SIZE, RELATIONS, SHAPES
 from solrl_lightning.training.transformers import AdaptedTransformer
 
-Policy = TypeVar("Policy", bound=PipelineAdapter)
+Model = TypeVar("Model", bound=PipelineAdapter)
 
 PROMPTS = [
     "a red circle above a blue square",
@@ -233,14 +233,14 @@ EDITORS = {"qwen_image_edit": build_nano_qwen_image_edit}  # whose prompts have 
 
 
 class LevelsOf(FlowMatchEulerDiscreteScheduler):
-    """At the noise levels of a policy, for a pipeline whose call takes none."""
+    """At the noise levels of a model, for a pipeline whose call takes none."""
 
-    def __init__(self, policy: PipelineAdapter) -> None:
+    def __init__(self, model: PipelineAdapter) -> None:
         super().__init__()
-        self.policy = policy
+        self.model = model
 
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
-        super().set_timesteps(sigmas=self.policy.sigmas(num_inference_steps)[:-1].tolist(), device=device)
+        super().set_timesteps(sigmas=self.model.sigmas(num_inference_steps)[:-1].tolist(), device=device)
 
 
 DTYPES = {"transformer": "bfloat16", "default": "float32"}
@@ -272,32 +272,32 @@ def save_preview_decoder(folder: Path, *, channels: int, compression: int, seed:
     return str(folder)
 
 
-def load_policy(
-    folder: str, *, guidance: float = 1.0, decode_batch: int = 2, policy_class: type[Policy] = Flux1, **options: Any
-) -> Policy:
-    """The FLUX.1 policy in a folder, or the embedded one if that is "tiny"."""
+def load_model(
+    folder: str, *, guidance: float = 1.0, decode_batch: int = 2, model_class: type[Model] = Flux1, **options: Any
+) -> Model:
+    """The FLUX.1 model in a folder, or the embedded one if that is "tiny"."""
     options = dict(max_sequence_length=MAX_WORDS, dtypes=DTYPES) | options
-    return policy_class(folder, IMAGE_SIZE, guidance=guidance, decode_batch=decode_batch, **options)
+    return model_class(folder, IMAGE_SIZE, guidance=guidance, decode_batch=decode_batch, **options)
 
 
 def load_nano(architecture: str, folder: str, **options: Any) -> PipelineAdapter:
-    """The policy of any architecture in a folder that ``save_nano`` wrote, by the options of ``conf/model``."""
+    """The model of any architecture in a folder that ``save_nano`` wrote, by the options of ``conf/model``."""
     options = NANO | dict(pretrained=folder) | options
     if architecture == "wan":
         options = dict(num_frames=5) | options
-    return policy_class(architecture)(**policy_options(architecture) | options)
+    return model_class(architecture)(**model_options(architecture) | options)
 
 
-def policy_class(architecture: str) -> type[PipelineAdapter]:
-    return get_class(_policy(architecture)._target_)
+def model_class(architecture: str) -> type[PipelineAdapter]:
+    return get_class(_node(architecture)._target_)
 
 
-def policy_options(architecture: str) -> dict[str, Any]:
-    options: dict[str, Any] = OmegaConf.to_container(_policy(architecture), resolve=True)  # type: ignore[assignment]
+def model_options(architecture: str) -> dict[str, Any]:
+    options: dict[str, Any] = OmegaConf.to_container(_node(architecture), resolve=True)  # type: ignore[assignment]
     return {key: value for key, value in options.items() if key != "_target_"}
 
 
-def _policy(architecture: str) -> DictConfig:
+def _node(architecture: str) -> DictConfig:
     model = OmegaConf.load(str(files("solrl_lightning.conf") / f"model/{architecture}.yaml"))
     return OmegaConf.create({"model": model}).model.policy
 

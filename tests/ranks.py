@@ -88,7 +88,7 @@ def train(cfg: Run) -> dict[str, Any]:
     objective = build_objective(cfg.objective)
     module = build_module(cfg, prompt_sets(cfg), trainer.strategy.root_device, cfg.samplers, objective)
     module.rewards.rewards["shapes"].score = score  # type: ignore[method-assign]
-    loop = build_loop(cfg, prompt_sets(cfg).train, trainer, objective, module.policy.sigmas)
+    loop = build_loop(cfg, prompt_sets(cfg).train, trainer, objective, module.model.sigmas)
     held_out = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
     trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out)

@@ -121,7 +121,7 @@ def test_run_needs_an_image_for_each_prompt(run: Compose, tmp_path: Path) -> Non
 def test_plan_and_doctor_know_it(run: Compose, tmp_path: Path) -> None:
     cfg, cpu = run("task=doctor", "family=prefix"), torch.device("cpu")
     planned = plan_run(without_files(cfg), resolve("bf16", "auto", cpu))
-    assert planned.policy.latent_shape == (16, 64)
+    assert planned.model.latent_shape == (16, 64)
     rows = [*check_rewards(cfg, cpu), *check_iterations(cfg, planned, cpu, 1)]
     assert [(row.check, row.status) for row in rows] == [("reward", "ok"), ("iterations", "ok")]
     assert json.loads((tmp_path / "doctor.jsonl").read_text())["image"] == "doctor.png"

@@ -105,9 +105,9 @@ def picture(pipeline: Any) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
-@pytest.mark.parametrize(("model", "checkpointing"), [("flux1", True), ("sd3", "selective")])
+@pytest.mark.parametrize(("architecture", "checkpointing"), [("flux1", True), ("sd3", "selective")])
 def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradients(
-    folders: dict[str, str], model: str, checkpointing: bool | str, graphs: list[Any]
+    folders: dict[str, str], architecture: str, checkpointing: bool | str, graphs: list[Any]
 ) -> None:
     """One graph with gradients for the trained adapter, one without for the old one, and none in later iterations.
 
@@ -116,23 +116,23 @@ def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradie
     gradients: dict[bool, list[Tensor]] = {}
     autograd = ThreadPoolExecutor(1)
     for compiled in (False, True):
-        policy = load_nano(model, folders[model], gradient_checkpointing=checkpointing)
+        model = load_nano(architecture, folders[architecture], gradient_checkpointing=checkpointing)
         options = dict(batch_size=3, compile_replicas=False, with_shadow=False)
-        options |= dict(rule=QuantizationRule([], {}), backend=resolve("bf16", "auto", policy.device))
-        transformers = replicate(policy, adapters(), compile_policy=compiled, **options)
+        options |= dict(rule=QuantizationRule([], {}), backend=resolve("bf16", "auto", model.device))
+        transformers = replicate(model, adapters(), compile_policy=compiled, **options)
         adapted = transformers.trained
         lora.load_state(adapted.lora_layers, "default", random_state(adapted.state("default"), seed=1))
-        x, conditioning = policy.noise(torch.tensor([1, 2, 3])), policy.encode(prompts_of(PROMPTS))
+        x, conditioning = model.noise(torch.tensor([1, 2, 3])), model.encode(prompts_of(PROMPTS))
         for step in range(2):
             sigma = torch.tensor([0.9, 0.5, 0.1 + 0.1 * step])
             with torch.no_grad(), adapted.old() as transformer:
-                old = policy.velocity(transformer, x, sigma, conditioning)
-            velocity = policy.velocity(policy.transformer, x, sigma, conditioning)
-            policy.transformer.zero_grad()
+                old = model.velocity(transformer, x, sigma, conditioning)
+            velocity = model.velocity(model.transformer, x, sigma, conditioning)
+            model.transformer.zero_grad()
             autograd.submit((velocity - old).square().mean().backward).result()
             adapted.update_old(0.5)
-        gradients[compiled] = [p.grad for p in policy.transformer.parameters() if p.grad is not None]
-    assert len(graphs) == 2 * KINDS_OF_BLOCKS[model]
+        gradients[compiled] = [p.grad for p in model.transformer.parameters() if p.grad is not None]
+    assert len(graphs) == 2 * KINDS_OF_BLOCKS[architecture]
     scale = max(value.abs().max().item() for value in gradients[False])
     for eager, fused in zip(gradients[False], gradients[True], strict=True):
         torch.testing.assert_close(fused, eager, rtol=0.05, atol=0.02 * scale)

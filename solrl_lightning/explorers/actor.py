@@ -67,7 +67,7 @@ class Explorer:
     def _moved(self, tree: Any, device: Any = None) -> Any:
         from solrl_lightning.sampling.state import map_tensors
 
-        return map_tensors(lambda tensor: tensor.to(device or self._module.policy.device), tree)
+        return map_tensors(lambda tensor: tensor.to(device or self._module.model.device), tree)
 
     def sample(self, weights: list[Any], prompts: list[Any], owner: Any, seeds: Any, stage: Stage, state: Any) -> Any:
         """Return scores [B, R], states [B, ...] and seconds of the seeds [B] of the prompts ``owner`` [B].

@@ -54,7 +54,7 @@ class RaySampler:
     Args:
         cfg: options of the run.
         explorers: actors of `Explorer`.
-        policy: architecture; its device gets the answers.
+        model: its device gets the answers.
         pool_of: encoded prompts P and seeds [P, N] of an iteration.
 
     Raises:
@@ -66,10 +66,10 @@ class RaySampler:
         self,
         cfg: Run,
         explorers: Sequence[Any],
-        policy: PipelineAdapter,
+        model: PipelineAdapter,
         pool_of: Callable[[int], tuple[EncodedPrompts, Tensor]],
     ) -> None:
-        self.policy, self._pool_of = policy, pool_of
+        self.model, self._pool_of = model, pool_of
         self.batch_size = BatchSize(cfg.explorers.rollout_batch or cfg.model.rollout_batch, pad_to_size=False)
         self.version: int | None = None
         self._max_lag, self._last = cfg.explorers.max_lag, cfg.iterations - 1
@@ -122,7 +122,7 @@ class RaySampler:
             scores, state, seconds = self._result(task.answer)
             self._lags.append(self.version - task.version)
             self._seconds += seconds
-            yield Chunk(task.places, map_tensors(lambda tensor: tensor.to(self.policy.device), state), None, scores)
+            yield Chunk(task.places, map_tensors(lambda tensor: tensor.to(self.model.device), state), None, scores)
 
     def _submit(
         self, iteration: int, prompts: EncodedPrompts, seeds: Tensor, stage: Stage, initial_state: SolverState | None

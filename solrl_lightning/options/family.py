@@ -152,7 +152,7 @@ class Family(Pool):
     def stages(self, sigmas: Sigmas, solver: Any = None) -> list[Stage]:
         """Return the passes over the pool: those that explore, if it does, and the one that regenerates.
 
-        ``sigmas``: the policy's noise levels. ``solver``: that of the last pass, if the objective has its own.
+        ``sigmas``: the model's noise levels. ``solver``: that of the last pass, if the objective has its own.
         """
         last = self.regenerate.but(solver=solver or self.regenerate.solver)
         if self.explore is None:

@@ -1,4 +1,4 @@
-"""Classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598) of the velocity of any policy.
+"""Classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598) of the velocity of any model.
 
 Shapes: B batch.
 """
@@ -33,7 +33,7 @@ def guide(
     and autograd saves nothing of v_uncond.
 
     Args:
-        velocity: conditional velocity of a policy.
+        velocity: conditional velocity of a model.
         unconditional: its embedding of the empty or negative prompt, each [1, ...].
         combined: function of both velocities and the scale.
     """

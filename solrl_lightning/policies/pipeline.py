@@ -176,7 +176,7 @@ class PipelineAdapter(ABC):
 
     @property
     def call_options(self) -> dict[str, Any]:
-        """Arguments with which diffusers' pipeline encodes and guides as this policy does."""
+        """Arguments with which diffusers' pipeline encodes and guides as this model does."""
         return {"guidance_scale": self.guidance_scale, "max_sequence_length": self.max_sequence_length}
 
     def scheduler_sigmas(self, steps: int, sigmas: Any = None, mu: float | None = None) -> Tensor:

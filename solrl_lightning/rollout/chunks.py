@@ -71,7 +71,7 @@ class Chunk(NamedTuple):
 
 @torch.no_grad()  # autograd does not accept tensors of inference_mode, and training reads the latents
 def iter_sampled_chunks(
-    policy: PipelineAdapter,
+    model: PipelineAdapter,
     transformer: nn.Module,
     batch_size: BatchSize,
     prompts: EncodedPrompts,
@@ -85,7 +85,7 @@ def iter_sampled_chunks(
     The steps ``transitions`` are recorded, and a stochastic solver adds noise to them. Halves the batch size after an
     out-of-memory error.
     """
-    count, sigmas, solver = seeds.numel(), policy.sigmas(stage.steps), stage.solver
+    count, sigmas, solver = seeds.numel(), model.sigmas(stage.steps), stage.solver
     assert solver is not None, "Family.stages sets it"
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
@@ -94,12 +94,12 @@ def iter_sampled_chunks(
     def integrate(index: Tensor) -> tuple[SolverState, RecordedSteps | None]:
         _, conditioning = prompts.gather(owner[index])
         if initial_state is None:
-            first = start(policy.noise(flat[index]))
+            first = start(model.noise(flat[index]))
         else:
             first = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], initial_state)
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
-            return policy.guided_velocity(transformer, x, sigma, conditioning)
+            return model.guided_velocity(transformer, x, sigma, conditioning)
 
         def noise(step: int) -> Tensor | None:
             if step not in transitions:
@@ -117,7 +117,7 @@ def iter_sampled_chunks(
         index = torch.arange(done, min(done + batch_size.size, count))
         padded = torch.arange(done, done + batch_size.size).remainder(count) if batch_size.pad_to_size else index
         try:
-            with without_gradients(policy.device):
+            with without_gradients(model.device):
                 state, recorded = batch_size.sample(partial(integrate, padded))
         except torch.OutOfMemoryError:
             if len(padded) == 1:
@@ -128,9 +128,9 @@ def iter_sampled_chunks(
         done += len(index)
 
 
-def one_noise(policy: PipelineAdapter, seeds: Tensor) -> SolverState:
+def one_noise(model: PipelineAdapter, seeds: Tensor) -> SolverState:
     """Return the start [P, N, ...] of seeds [P, N] from one noise for each prompt, of its first seed."""
-    first = policy.noise(seeds[:, 0])
+    first = model.noise(seeds[:, 0])
     return start(first[:, None].expand(*seeds.shape, *first.shape[1:]))
 
 

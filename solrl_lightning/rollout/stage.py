@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 EXPLORE, REGENERATE = "explore", "regenerate"
 
 Sigmas = Callable[[int], "Tensor"]
-"""Solver steps T -> the noise levels [T + 1] of a policy."""
+"""Solver steps T -> the noise levels [T + 1] of a model."""
 _ROUNDING = 1e-6  # of noise levels in float32
 
 

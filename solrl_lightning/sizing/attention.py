@@ -50,11 +50,11 @@ class _Recorder(FusedAttention):
 
 
 @torch.no_grad()
-def attention_shapes(policy: PipelineAdapter) -> list[Shape]:
-    """Return the different shapes of attention in a forward pass of a policy on ``meta``."""
-    x = policy.noise(torch.zeros(1, dtype=torch.int64))
+def attention_shapes(model: PipelineAdapter) -> list[Shape]:
+    """Return the different shapes of attention in a forward pass of a model on ``meta``."""
+    x = model.noise(torch.zeros(1, dtype=torch.int64))
     with _Recorder() as recorder:
-        policy.velocity(policy.transformer, x, torch.ones(1, device=policy.device), policy.encode([Prompt("a prompt")]))
+        model.velocity(model.transformer, x, torch.ones(1, device=model.device), model.encode([Prompt("a prompt")]))
     return list(recorder.shapes)
 
 

@@ -68,13 +68,13 @@ def forward_times(cfg: Run, device: torch.device) -> dict[str, Any]:
             variants[f"{name} compiled"] = compiled
     batch = cfg.model.rollout_batch
     _, conditioning = module.encode(module.evaluation.prompts[:1]).gather(torch.zeros(batch, dtype=torch.int64))
-    x, sigma = module.policy.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
+    x, sigma = module.model.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
     # torch 2.11 does not count the fused attention of a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        module.policy.velocity(variants["bf16 eager"], x, sigma, conditioning)
+        module.model.velocity(variants["bf16 eager"], x, sigma, conditioning)
     flops, peak = counter.get_total_flops(), matmul_peak(device)
     calls = {
-        name: partial(module.policy.velocity, transformer, x, sigma, conditioning)
+        name: partial(module.model.velocity, transformer, x, sigma, conditioning)
         for name, transformer in variants.items()
     }
     seconds = alternate(calls, device, _WARM_UP + FORWARDS)

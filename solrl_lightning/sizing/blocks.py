@@ -30,13 +30,13 @@ _BLOCKS = 2  # of each kind
 _CPU_PRODUCTS = 2 * 10**8  # of the whole model's linear layers; sets the batch of the blocks on a CPU
 
 
-def short_policy(cfg: Run, architecture: Architecture, device: torch.device) -> PipelineAdapter:
-    """Return the run's policy with a few blocks of each kind, of random weights."""
+def short_model(cfg: Run, architecture: Architecture, device: torch.device) -> PipelineAdapter:
+    """Return the run's model with a few blocks of each kind, of random weights."""
     with TemporaryDirectory() as folder:
         write_short(architecture, Path(folder))
         options = dict(pretrained=folder, weights="random", device=str(device))
-        policy: PipelineAdapter = instantiate(without_files(cfg).model.policy, **options)
-    return policy
+        model: PipelineAdapter = instantiate(without_files(cfg).model.policy, **options)
+    return model
 
 
 def write_short(architecture: Architecture, folder: Path) -> None:
@@ -66,13 +66,13 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
     """Compile a few blocks of all samplers for both batch sizes, refresh and time the replicas, and yield the rows."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second to import
 
-    policy = short_policy(cfg, run.architecture, device)
+    model = short_model(cfg, run.architecture, device)
     torch.compiler.reset()
     compiler = CompileCounterWithBackend("inductor" if compiled else "eager")
     trains, _ = should_compile("compile_training", "training steps", cfg.compile_training, device)
     transformers = build_transformers(
         cfg,
-        policy,
+        model,
         compile_replicas=True,
         compile_policy=trains,
         with_shadow=shadow is not None,
@@ -84,12 +84,12 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
 
     def inputs(most: int) -> tuple[Tensor, Tensor, Conditioning]:
         batch = most if device.type == "cuda" else max(1, min(most, _CPU_PRODUCTS // products))
-        conditioning = policy.encode(batch * [Prompt("")])
-        return policy.noise(torch.arange(batch)), torch.full((batch,), 0.5, device=device), conditioning
+        conditioning = model.encode(batch * [Prompt("")])
+        return model.noise(torch.arange(batch)), torch.full((batch,), 0.5, device=device), conditioning
 
     def velocity(transformer_of: VelocityModel, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         with transformer_of() as transformer:
-            return policy.guided_velocity(transformer, x, sigma, conditioning)
+            return model.guided_velocity(transformer, x, sigma, conditioning)
 
     rollout, training = inputs(cfg.model.rollout_batch), inputs(cfg.model.micro_batch)
     replicas = {name: as_it_is(module) for name, module in transformers.replicas.items()}
@@ -101,7 +101,7 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
     if trains:
         with torch.enable_grad():
             with transformers.trained.current() as transformer:
-                policy.guided_velocity(transformer, *training).square().mean().backward()
+                model.guided_velocity(transformer, *training).square().mean().backward()
         transformers.trained.weights.zero_grad()
     graphs = []
     for _ in range(2):

@@ -1,6 +1,6 @@
 """Layers and bytes of a run at its model's real size, and the options with which it fits a card.
 
-The policy is built on the device ``meta``, where tensors have shapes but no numbers, and is called as in a run.
+The model is built on the device ``meta``, where tensors have shapes but no numbers, and is called as in a run.
 """
 
 import math
@@ -49,7 +49,7 @@ Json = dict[str, Any]
 class Plan(NamedTuple):
     """A run's model, and its memory on one device."""
 
-    policy: PipelineAdapter  # on ``meta``, its transformer as it is trained
+    model: PipelineAdapter  # on ``meta``, its transformer as it is trained
     architecture: Architecture
     layers: Sequence[LayerPlan]
     passes: Passes
@@ -87,16 +87,16 @@ def plan_run(
     ``recomputed``: as in ``trace``. ``others``: further backends of the shadow to compute the bytes of. ``room``: bytes
     of a device for it, by which ``model.gradient_checkpointing=auto`` is chosen.
     """
-    policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
-    architecture = find_architecture(policy.pretrained, policy.pipeline_class)
+    model = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
+    architecture = find_architecture(model.pretrained, model.pipeline_class)
     rule = quantization_rule(cfg.model.quantization)
-    plans = {each: plan_layers(policy.transformer, rule, each) for each in (backend, *others)}
+    plans = {each: plan_layers(model.transformer, rule, each) for each in (backend, *others)}
     layers = plans[backend]
-    weights = dict(policy.transformer.named_parameters())
-    blocks = blocks_of(policy.transformer)
-    gathered = gathered_bytes(policy.transformer, blocks, cfg.model.train == "full") if cfg.is_sharded else 0
-    stored = stored_bytes(bytes_of(policy.transformer), block_linears(policy.transformer).values())
-    passes, trained = trace(policy, trained_as(cfg.model, cfg.seed, cfg.is_sharded), recomputed)
+    weights = dict(model.transformer.named_parameters())
+    blocks = blocks_of(model.transformer)
+    gathered = gathered_bytes(model.transformer, blocks, cfg.model.train == "full") if cfg.is_sharded else 0
+    stored = stored_bytes(bytes_of(model.transformer), block_linears(model.transformer).values())
+    passes, trained = trace(model, trained_as(cfg.model, cfg.seed, cfg.is_sharded), recomputed)
     trained_weights = sum(weight.numel() for weight in trained.state(TRAINED).values())
     average = 4 * trained_weights
     beside = separate_bytes((trained.transformer, trained.weights), weights.values())
@@ -110,10 +110,10 @@ def plan_run(
         each: replica_bytes(weights, replaced, names, each.bits_per_weight) if SHADOW in cfg.samplers else 0
         for each, names in quantized.items()
     }
-    latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, policy.sigmas, devices)}
+    latents: dict[str | None, Latents] = {None: pool_latents(cfg, model.latent_shape, model.sigmas, devices)}
     if SHADOW in cfg.samplers:
         prefix = with_option(cfg, "family", "prefix")
-        latents["prefix"] = pool_latents(prefix, policy.latent_shape, policy.sigmas, devices)
+        latents["prefix"] = pool_latents(prefix, model.latent_shape, model.sigmas, devices)
     shards = devices if cfg.is_sharded else 1
     trained_shards = shards if cfg.model.train == "full" else 1
     storages = [cfg.base_weights] if cfg.is_sharded else trained.storages
@@ -128,8 +128,8 @@ def plan_run(
         # Of float32 weights, and gradients of their rounded copy; with shards the base weights, beside what computes.
         "gradients_and_moments": math.ceil((3 * average + rounded) / trained_shards),
         "gathered": gathered,
-        "autoencoder": bytes_of(policy.pipeline.vae),
-        "text_encoders": encoder_bytes(architecture, policy.dtypes),
+        "autoencoder": bytes_of(model.pipeline.vae),
+        "text_encoders": encoder_bytes(architecture, model.dtypes),
         "kept_latents": latents[None].kept,
         "pool_latents": latents[None].sampling,
         "rollout": cfg.model.rollout_batch * passes.sampling_bytes + cfg.model.decode_batch * passes.decoding_bytes,
@@ -142,11 +142,11 @@ def plan_run(
     size["training"] = cfg.model.micro_batch * passes.training_bytes[here[RECOMPUTED]]
     parameters = sum(weight.numel() for weight in weights.values())
     checkpoint = CHECKPOINT_BYTES * trained_weights
-    return Plan(policy, architecture, layers, passes, parameters, size, checkpoint, footprint, options, here, shadows)
+    return Plan(model, architecture, layers, passes, parameters, size, checkpoint, footprint, options, here, shadows)
 
 
 def without_files(cfg: Run) -> Run:
-    """Return a copy of the configuration whose policy reads config files only."""
+    """Return a copy of the configuration whose model reads config files only."""
     changed = cfg.model_copy(deep=True)
     policy: dict[str, Any] = changed.model.policy  # type: ignore[assignment]
     policy.update(dict.fromkeys({"embeddings", "preview_decoder", "transformer_weights", "fused_lora"} & policy.keys()))

@@ -73,7 +73,7 @@ def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list
     objective = build_objective(cfg.objective)
     prompts = prompt_sets(cfg)
     module = build_module(cfg, prompts, device, cfg.samplers, objective, settle_checkpointing)
-    loop = build_loop(cfg, prompts.train, trainer, objective, module.policy.sigmas)
+    loop = build_loop(cfg, prompts.train, trainer, objective, module.model.sigmas)
     trainer.fit(module, loop.loader, RankPrompts([], 0, 1))
     return list(timings.history)
 

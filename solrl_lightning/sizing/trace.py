@@ -1,4 +1,4 @@
-"""A forward and backward pass of a policy on ``meta``: the tokens of its layers and the bytes of its activations."""
+"""A forward and backward pass of a model on ``meta``: the tokens of its layers and the bytes of its activations."""
 
 import weakref
 from collections import Counter
@@ -88,22 +88,22 @@ class PeakBytes(TorchDispatchMode):
 
 
 def trace(
-    policy: PipelineAdapter,
+    model: PipelineAdapter,
     train: Callable[[ModelMixin], TrainedTransformer],
     recomputed: Collection[bool | str] = CHECKPOINTING,
 ) -> tuple[Passes, TrainedTransformer]:
-    """Build the passes of a policy on ``meta``, and its trained transformer, which ``train`` makes of the loaded one.
+    """Build the passes of a model on ``meta``, and its trained transformer, which ``train`` makes of the loaded one.
 
     ``recomputed``: the values of model.gradient_checkpointing to find the activations of.
     """
     images = 2  # for a batch of one, some operators return views instead of copies
-    transformer, vae = policy.transformer, policy.pipeline.vae
-    conditioning = policy.encode(images * [Prompt("a prompt")])
-    x = policy.noise(torch.zeros(images, dtype=torch.int64))
-    sigma = torch.ones(images, device=policy.device)
+    transformer, vae = model.transformer, model.pipeline.vae
+    conditioning = model.encode(images * [Prompt("a prompt")])
+    x = model.noise(torch.zeros(images, dtype=torch.int64))
+    sigma = torch.ones(images, device=model.device)
 
     def velocity() -> Tensor:
-        return policy.velocity(transformer, x, sigma, conditioning)
+        return model.velocity(transformer, x, sigma, conditioning)
 
     def free_gradient(parameter: Tensor) -> None:
         parameter.grad = None  # counted apart from the activations
@@ -112,8 +112,8 @@ def trace(
         with PeakBytes(transformer) as sampling:
             tokens = count_tokens(velocity, transformer)
         with PeakBytes(vae) as decoding:
-            policy.decode_latents(x, vae)
-    with torch.device(policy.device):  # without it, PEFT creates the adapters on the CPU
+            model.decode_latents(x, vae)
+    with torch.device(model.device):  # without it, PEFT creates the adapters on the CPU
         trained = train(transformer)
     if trained.weights is not transformer:  # which is then a copy of them
         transformer.requires_grad_()

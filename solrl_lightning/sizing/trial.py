@@ -128,7 +128,7 @@ def check_iterations(cfg: Run, run: Plan, device: torch.device, count: int) -> I
     """Run whole iterations of training, and yield the row with their time and memory and the plan's."""
     smoke = smoke_config(cfg, count)
     laps = run_iterations(smoke, device)
-    latents = pool_latents(smoke, run.policy.latent_shape, run.policy.sigmas)
+    latents = pool_latents(smoke, run.model.latent_shape, run.model.sigmas)
     footprint = footprint_here(run, cfg.model.weights, device.type == "cuda")._replace(latents={None: latents})
     peak, planned = peak_since_release(device), footprint.peak(run.here)
     stages = [{stage: lap[stage] for stage in STOPWATCH_STAGES if lap[stage] > 0} for lap in laps]

@@ -241,7 +241,7 @@ def _stages(key: str, explorer: Exploration, cfg: Run, sigmas: Sigmas) -> list[S
 def score_pool(cfg: Run, explorers: Mapping[str, Exploration], with_truth: bool) -> list[Scored]:
     """Sample and score the pool by ``explorers`` by key, after a warm-up in which compiled samplers compile."""
     loaded = load_pool(cfg, {explorer.sampler for explorer in explorers.values()})
-    module, seeds, sigmas = loaded.module, loaded.seeds, loaded.module.policy.sigmas
+    module, seeds, sigmas = loaded.module, loaded.seeds, loaded.module.model.sigmas
     truth = Exploration(sampler="merged", steps=cfg.model.full_steps)
     families = [(truth, _stages("", truth, cfg, sigmas)[:1])] if with_truth else []
     for key, explorer in explorers.items():
@@ -279,7 +279,7 @@ def search_stops(cfg: Run, truth: Tensor) -> list[dict[str, Any]]:
     loaded, explorer = load_pool(cfg, {MERGED}), with_option(cfg, "family", "prefix").family.explore
     assert explorer is not None
     scores = score_steps(_full(cfg, name=_PROXY, decoder=explorer.decoder), loaded.seeds, loaded.run)
-    merits, sigmas = loaded.module.rewards.for_training.merits, loaded.module.policy.sigmas
+    merits, sigmas = loaded.module.rewards.for_training.merits, loaded.module.model.sigmas
     task, passes = cfg.task_as(Audit), forward_passes(cfg.model.guidance_scale)
     stops = search(explorer, scores, merits, truth, sigmas, task.keep)
     chosen = [cheapest(stops, family, task.min_gap) for family in ("prefix", "race")]

@@ -114,7 +114,7 @@ def check_run(cfg: Run) -> Iterator[Row]:
     if on_gpu:
         batches = cfg.model.rollout_batch, cfg.model.micro_batch
         yield from guarded(
-            "attention", check_attention(attention_shapes(run.policy), batches, device), "another version of torch"
+            "attention", check_attention(attention_shapes(run.model), batches, device), "another version of torch"
         )
     memory = judge_memory(footprint_here(run, cfg.model.weights, on_gpu), run.here, total, run.bytes)
     if run.options != run.here:

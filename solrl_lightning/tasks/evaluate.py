@@ -132,7 +132,7 @@ class Scorer(LightningModule):
 
     def pictures(self, x0: Tensor) -> Tensor:
         """Return uint8 [M, n', 3, H, W] of latents [M, n', ...]."""
-        images = (filmstrip(self.module.policy.decode(latents)) for latents in x0)
+        images = (filmstrip(self.module.model.decode(latents)) for latents in x0)
         return torch.stack([(each * 255).round().byte().cpu() for each in images])
 
     def progress(self, name: str, done: int, total: int) -> None:

@@ -46,7 +46,7 @@ def export(cfg: Run) -> None:
     transformer = module.transformers.replicas[MERGED]
     with module.merged_with("ema"):
         assert isinstance(transformer, ModelMixin)
-        module.policy.save_transformer(folder / _MERGED, transformer)
+        module.model.save_transformer(folder / _MERGED, transformer)
     name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
     write_card(cfg, ckpt, module, name, dtype)
     if _LORA in exports:
@@ -75,13 +75,13 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         write_atomically(folder / PICTURE, grid.read_bytes())
     card = model_card(
         base=str(cfg.model.pretrained),
-        pipeline=module.policy.pipeline_class.__name__,
+        pipeline=module.model.pipeline_class.__name__,
         transformer=transformer,
         dtype=dtype,
         call={"num_inference_steps": cfg.model.eval_steps}
         | dict.fromkeys(("height", "width"), cfg.model.resolution)
         | ({"num_frames": cfg.model.num_frames} if cfg.model.num_frames else {})
-        | module.policy.call_options,
+        | module.model.call_options,
         fused_lora=cfg.model.fused_lora,
         scheduler=cfg.model.scheduler,
         settings=settings | {"train": cfg.model.train, "precision": precision},  # instead of auto

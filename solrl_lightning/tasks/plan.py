@@ -41,8 +41,8 @@ def plan(cfg: Run) -> Json:
     }
     result = {
         "architecture": run.architecture.name,
-        "resolution": run.policy.resolution,
-        "latents": list(run.policy.latent_shape),
+        "resolution": run.model.resolution,
+        "latents": list(run.model.latent_shape),
         "parameters": run.parameters,
         "precision": backend.precision,
         "backend": backend.name,

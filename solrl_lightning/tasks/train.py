@@ -90,7 +90,7 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         file = Path(cfg.model.init_lora).expanduser()
         trained = module.transformers.trained
         assert isinstance(trained, AdaptedTransformer)  # Model.check
-        trained.start_from(file, module.policy.pipeline_class)
+        trained.start_from(file, module.model.pipeline_class)
     if checkpoint is not None:
         # An error about other weights must precede the loggers' first write.
         module.on_load_checkpoint(checkpoint)
@@ -98,11 +98,11 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
     if shadow_layers := module.transformers.shadow_layers:
         file_logger.info("%s", shadow_layers)
         log.info("%s; table in %s", shadow_layers.splitlines()[-1].strip(), folder / LOG)
-    loop = build_loop(cfg, prompts.train, trainer, objective, module.policy.sigmas)
+    loop = build_loop(cfg, prompts.train, trainer, objective, module.model.sigmas)
     if cfg.explores_elsewhere:
         from solrl_lightning.explorers.sampler import RaySampler
 
-        elsewhere = RaySampler(cfg, explorers, module.policy, loop.pool_of)
+        elsewhere = RaySampler(cfg, explorers, module.model, loop.pool_of)
         module.transformers = replace(module.transformers, explorers=elsewhere)
     if cfg.ckpt is not None and checkpoint is not None:
         optimizer = keep_configured(instantiate(cfg.optimizer)(module.trained_parameters()))
@@ -136,7 +136,7 @@ def planned_seconds(cfg: Run, module: SolRLModule, hardware: Hardware, ranks: in
     table, evaluation = table_of(cfg.model.pretrained, cfg.model.resolution, hardware.capability), module.evaluation
     if table is None:
         return None
-    passes = evaluation.passes * forward_passes(module.policy.guidance_scale)
+    passes = evaluation.passes * forward_passes(module.model.guidance_scale)
     return table.seconds({"bf16": passes, "image": len(evaluation.prompts) * evaluation.images}) / ranks
 
 

@@ -123,7 +123,7 @@ class Evaluation:
         return torch.cat([candidates.scores, candidates.rewards[..., None]], dim=-1) if several else candidates.scores
 
     def measure(self, prompts: list[Prompt], score: Score, decode: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the rows of ``table`` for some of the prompts; ``decode``: latents -> images, of the policy."""
+        """Return the rows of ``table`` for some of the prompts; ``decode``: latents -> images, of the model."""
         statistics: list[Tensor] = []
         parts: list[Tensor] = []
         of_images = iter([prompt for prompt in prompts for _ in range(self.images)])

@@ -110,10 +110,10 @@ class FullTransformer(TrainedTransformer):
     def write(self, module: nn.Module, state: State) -> None:
         replica.write_parameters(module, state.items())
 
-    def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
+    def save(self, model: PipelineAdapter, folder: Path, state: State) -> None:
         """Write a transformer in its loaded dtype, for diffusers' ``from_pretrained(folder)``."""
         with self.old(state) as transformer:
-            policy.save_transformer(folder, transformer)
+            model.save_transformer(folder, transformer)
 
 
 def _in_float32(transformer: nn.Module, trained: bool, device: str | None) -> nn.Module:

@@ -182,7 +182,7 @@ class ExploreTrainLoop(_FitLoop):
         advantages = self.objective.advantages(merits, self._sum)
         self.explored = explored if len(self.stages) > 1 else None
         self._rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
-        sigmas = self._module.policy.sigmas(self.stages[-1].steps)
+        sigmas = self._module.model.sigmas(self.stages[-1].steps)
         return MicroBatches(self._rollouts, encoded, sigmas, self.objective, self.plan)
 
     def _check_requantised(self) -> None:
@@ -233,7 +233,7 @@ class ExploreTrainLoop(_FitLoop):
             if stage.name != EXPLORE:
                 transitions = self.objective.transitions(stage.steps, self.trainer.current_epoch)
                 if self.objective.shared_noise and len(self.stages) == 1:
-                    initial_state = one_noise(module.policy, seeds)
+                    initial_state = one_noise(module.model, seeds)
             progress = self.stopwatch.progress
             return module.run_stage(stage, prompts, seeds, progress, initial_state, transitions)
 
@@ -271,13 +271,13 @@ class ExploreTrainLoop(_FitLoop):
         prompts = self.schedule.per_iteration
         velocities = prompts * (sum(evaluations(self.stages, self.pool)) + self._training_velocities_per_prompt)
         samples = prompts * sum(candidates_per_prompt(self.stages, self.pool))
-        forwards = round(velocities * forward_passes(self._module.policy.guidance_scale))
+        forwards = round(velocities * forward_passes(self._module.model.guidance_scale))
         return {"evaluations": forwards, "samples": samples}
 
     @property
     def cost_of_evaluation(self) -> float:
         """The passes of an evaluation over those of an iteration."""
-        passes = self._module.evaluation.passes * forward_passes(self._module.policy.guidance_scale)
+        passes = self._module.evaluation.passes * forward_passes(self._module.model.guidance_scale)
         return passes / self.cost_of_iteration()["evaluations"]
 
     @property

@@ -48,10 +48,10 @@ _LOWER_RATE = "Lower optimizer.lr, or correct the objective."
 
 
 class SolRLModule(LightningModule):
-    """Sol-RL on one policy.
+    """Sol-RL on one model.
 
     Args:
-        policy: architecture with loaded weights.
+        model: text encoders, transformer and autoencoder, loaded.
         transformers: the trained transformer, and what samples beside it.
         rewards: those with a weight score rollouts, all score evaluations.
         objective: the loss.
@@ -63,7 +63,7 @@ class SolRLModule(LightningModule):
 
     def __init__(
         self,
-        policy: PipelineAdapter,
+        model: PipelineAdapter,
         transformers: Transformers,
         rewards: WeightedRewards,
         objective: Objective,
@@ -82,11 +82,11 @@ class SolRLModule(LightningModule):
         self.transformer = transformers.trained.weights
         # DDP would broadcast the frozen weights, which every rank has read, and cannot broadcast those in 8 bits.
         tensors = chain(self.named_parameters(), self.named_buffers())
-        self.policy, self.transformers, self.rewards = policy, transformers, rewards  # no nn.Modules: not registered
+        self.model, self.transformers, self.rewards = model, transformers, rewards  # no nn.Modules: not registered
         frozen = [name for name, _ in tensors if not self._is_saved(name)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, frozen)
-        on_gpu = policy.device.type == "cuda"
-        self.scoring_worker = partial(background_worker, policy.device) if on_gpu else inline_worker
+        on_gpu = model.device.type == "cuda"
+        self.scoring_worker = partial(background_worker, model.device) if on_gpu else inline_worker
 
     def cpu(self) -> Self:
         """Return self, where it is: Lightning would move the weights to the CPU after ``validate``, and back."""
@@ -99,7 +99,7 @@ class SolRLModule(LightningModule):
     # Rollouts
 
     def encode(self, prompts: list[Prompt]) -> EncodedPrompts:
-        return EncodedPrompts(prompts, self.policy.encode(prompts))
+        return EncodedPrompts(prompts, self.model.encode(prompts))
 
     def run_stage(
         self,
@@ -122,8 +122,8 @@ class SolRLModule(LightningModule):
 
     def decoder(self, name: str) -> Callable[[Tensor], Tensor]:
         """Return what decodes latents for `Stage.decoder`."""
-        policy = self.policy
-        return {"full": policy.decode, "bf16": policy.decode_in_bf16, "preview": policy.preview}[name]
+        model = self.model
+        return {"full": model.decode, "bf16": model.decode_in_bf16, "preview": model.preview}[name]
 
     def sync_samplers(self, version: int) -> None:
         """Give the old policy, that after ``version`` iterations, to everything that samples."""
@@ -154,11 +154,11 @@ class SolRLModule(LightningModule):
     ) -> Candidates:
         """Return the candidates of seeds [P, n], sampled by the merged replica and scored by all rewards.
 
-        ``weights``: "base", "old", "default" (trained) or "ema". ``decode`` replaces ``policy.decode``; it is called in
+        ``weights``: "base", "old", "default" (trained) or "ema". ``decode`` replaces ``model.decode``; it is called in
         the order of the candidates.
         """
         stage = Stage(sampler=MERGED, steps=steps, solver=self.evaluation.solver)
-        encoded, score = self.encode(prompts), partial(score_images, decode or self.policy.decode)
+        encoded, score = self.encode(prompts), partial(score_images, decode or self.model.decode)
         with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, stage)) as chunks:
             return score_chunks(chunks, encoded, seeds, self.rewards, score, progress, self.scoring_worker)
 
@@ -179,7 +179,7 @@ class SolRLModule(LightningModule):
         stage = Stage(sampler=MERGED, steps=steps, solver=self.evaluation.solver)
         encoded = self.encode(prompts)
         with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, stage)) as chunks:
-            images = [shown(self.policy.decode(chunk.state.x)).cpu() for chunk in chunks if chunk.state is not None]
+            images = [shown(self.model.decode(chunk.state.x)).cpu() for chunk in chunks if chunk.state is not None]
         return torch.cat(images).unflatten(0, tuple(seeds.shape))
 
     def policy_state(self, name: str) -> State:
@@ -210,7 +210,7 @@ class SolRLModule(LightningModule):
         return (per_sample * real.weight).sum() / len(batch.weight)
 
     def velocity(self, transformer: nn.Module, batch: TrainingBatch) -> Tensor:
-        return self.policy.guided_velocity(transformer, batch.x_t, batch.sigma, batch.conditioning)
+        return self.model.guided_velocity(transformer, batch.x_t, batch.sigma, batch.conditioning)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained_parameters() if p.grad is not None])
@@ -267,7 +267,7 @@ class SolRLModule(LightningModule):
             if prompts:
                 progress = partial(evaluation.estimate, stopwatch.progress)
                 score = partial(self.score, weights="ema", progress=progress)
-                rows = evaluation.measure(prompts, score, self.policy.decode)
+                rows = evaluation.measure(prompts, score, self.model.decode)
                 table[self.trainer.global_rank :: self.trainer.world_size] = rows.to(table)
             evaluation.table = self.trainer.strategy.reduce(table, reduce_op="sum").cpu()
         means = evaluation.means()
@@ -322,4 +322,4 @@ class SolRLModule(LightningModule):
         """
         state = gather(self.policy_state(weights))
         if self.global_rank == 0:
-            self.transformers.trained.save(self.policy, folder, state)
+            self.transformers.trained.save(self.model, folder, state)

@@ -20,7 +20,7 @@ from solrl_lightning.sampling import SolverState
 class Sampler(Protocol):
     """Samples candidates with the trained weights of its last `sync`."""
 
-    policy: PipelineAdapter
+    model: PipelineAdapter
     batch_size: BatchSize
     version: int | None
     """Version passed to the last `sync`; None before it, or if the weights are not the old policy's."""
@@ -59,18 +59,18 @@ class PolicySampler:
     """The trained transformer, in model.train=lora with its LoRA branches.
 
     Args:
-        policy: architecture.
+        model: whose transformer samples.
         old: context with the transformer of the old policy, or of the same with other trained weights.
         batch_size: candidates per forward pass.
     """
 
     def __init__(
         self,
-        policy: PipelineAdapter,
+        model: PipelineAdapter,
         old: Callable[[State | None], AbstractContextManager[nn.Module]],
         batch_size: BatchSize,
     ) -> None:
-        self.policy, self.batch_size = policy, batch_size
+        self.model, self.batch_size = model, batch_size
         self.version: int | None = None
         self._old = old
         self._state: State | None = None
@@ -86,7 +86,7 @@ class PolicySampler:
         """Yield the sampled chunks of seeds [P, N]."""
         how = prompts, seeds, stage, initial_state, transitions
         with self._old(self._state) as transformer:
-            yield from iter_sampled_chunks(self.policy, transformer, self.batch_size, *how)
+            yield from iter_sampled_chunks(self.model, transformer, self.batch_size, *how)
 
     def sync(self, state: State, version: int | None) -> None:
         """Sample with ``state``; the transformer has every version of the old policy already."""
@@ -97,7 +97,7 @@ class ReplicaSampler:
     """A transformer without LoRA layers, which the old policy is written into: see ``TrainedTransformer.write``.
 
     Args:
-        policy: architecture.
+        model: of whose transformer this is a replica.
         transformer: the replica.
         write: writes trained weights into the replica in place.
         batch_size: candidates per forward pass.
@@ -105,12 +105,12 @@ class ReplicaSampler:
 
     def __init__(
         self,
-        policy: PipelineAdapter,
+        model: PipelineAdapter,
         transformer: nn.Module,
         write: Callable[[nn.Module, State], None],
         batch_size: BatchSize,
     ) -> None:
-        self.policy, self.transformer, self.batch_size = policy, transformer, batch_size
+        self.model, self.transformer, self.batch_size = model, transformer, batch_size
         self._write = write
         self.version: int | None = None
 
@@ -124,7 +124,7 @@ class ReplicaSampler:
     ) -> Generator[Chunk, None, None]:
         """Yield the sampled chunks of seeds [P, N]."""
         how = prompts, seeds, stage, initial_state, transitions
-        yield from iter_sampled_chunks(self.policy, self.transformer, self.batch_size, *how)
+        yield from iter_sampled_chunks(self.model, self.transformer, self.batch_size, *how)
 
     def sync(self, state: State, version: int | None) -> None:
         """Write ``state`` into the replica in place."""

@@ -75,12 +75,12 @@ class ShardedFullTransformer(FullTransformer):
         distributed.all_reduce(square)
         return square.sqrt()
 
-    def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
+    def save(self, model: PipelineAdapter, folder: Path, state: State) -> None:
         """Write whole tensors as a transformer in its loaded dtype, for diffusers' ``from_pretrained(folder)``."""
         transformer = copy.deepcopy(self._whole)
         rounded = {name: state[name].to(parameter.dtype) for name, parameter in transformer.named_parameters()}
         transformer.load_state_dict(rounded, strict=False, assign=True)
-        policy.save_transformer(folder, transformer)
+        model.save_transformer(folder, transformer)
 
 
 def shard_blocks(transformer: Any, mesh: DeviceMesh, **options: Any) -> None:

@@ -129,18 +129,18 @@ class FixedBatchSize(BatchSize):
 
 
 def shard_transformers(
-    policy: PipelineAdapter, train: Callable[[ModelMixin], TrainedTransformer], batch_size: int
+    model: PipelineAdapter, train: Callable[[ModelMixin], TrainedTransformer], batch_size: int
 ) -> Transformers:
     """Return the transformers of a rank: the trained one alone, as merged replicas would be whole copies.
 
     Args:
-        policy: architecture with loaded weights; its transformer is trained.
-        train: makes the trained transformer of that of ``policy``.
+        model: as loaded; its transformer is trained.
+        train: makes the trained transformer of that of ``model``.
         batch_size: candidates per forward pass.
     """
-    trained = train(policy.transformer)
-    trained.freeze(policy.unused_layers)
-    sampler = PolicySampler(policy, trained.old, FixedBatchSize(batch_size, pad_to_size=False))
+    trained = train(model.transformer)
+    trained.freeze(model.unused_layers)
+    sampler = PolicySampler(model, trained.old, FixedBatchSize(batch_size, pad_to_size=False))
     velocity_models: dict[str, VelocityModel] = {
         OLD: trained.old,
         REFERENCE: lambda: trained.old(trained.state("base")),

@@ -125,7 +125,7 @@ class TrainedTransformer(ABC):
         """Write ``state`` into a replica in place, so that compiled code stays valid."""
 
     @abstractmethod
-    def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
+    def save(self, model: PipelineAdapter, folder: Path, state: State) -> None:
         """Write ``state``, of whole tensors, into ``folder`` in a format of diffusers."""
 
 
@@ -197,10 +197,10 @@ class AdaptedTransformer(TrainedTransformer):
         """Write ``state``, merged with the base weights, into a replica in place."""
         replica.write_parameters(module, merged_weights(self.lora_layers, state))
 
-    def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
+    def save(self, model: PipelineAdapter, folder: Path, state: State) -> None:
         """Write an adapter in the format of diffusers' ``pipe.load_lora_weights(folder)``."""
         tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-        policy.save_lora(folder, tensors, self.config)
+        model.save_lora(folder, tensors, self.config)
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def as_it_is(transformer: nn.Module) -> VelocityModel:
 
 
 def replicate(
-    policy: PipelineAdapter,
+    model: PipelineAdapter,
     train: Callable[[ModelMixin], TrainedTransformer],
     batch_size: int,
     compile_replicas: bool,
@@ -260,8 +260,8 @@ def replicate(
     """Return the transformers of a device that holds the whole model.
 
     Args:
-        policy: architecture with loaded weights; its transformer is trained.
-        train: makes the trained transformer of that of ``policy``.
+        model: as loaded; its transformer is trained.
+        train: makes the trained transformer of that of ``model``.
         batch_size: candidates per forward pass.
         compile_replicas, compile_policy: compile the blocks of the replicas, and those of the trained transformer.
         with_shadow: make the quantised replica.
@@ -269,10 +269,10 @@ def replicate(
         compiler: backend of torch.compile.
     """
     clone = replica.clone_sharing_weights
-    reference = clone(policy.transformer).eval()
-    replicas = {name: clone(policy.transformer).eval() for name in ([MERGED, SHADOW] if with_shadow else [MERGED])}
-    trained = train(policy.transformer)
-    trained.freeze(policy.unused_layers)
+    reference = clone(model.transformer).eval()
+    replicas = {name: clone(model.transformer).eval() for name in ([MERGED, SHADOW] if with_shadow else [MERGED])}
+    trained = train(model.transformer)
+    trained.freeze(model.unused_layers)
     shadow_layers = ""
     if with_shadow:
         plans = plan_quantization(replicas[SHADOW], rule, backend)
@@ -289,9 +289,9 @@ def replicate(
     if compile_policy:
         compile_blocks(trained.transformer, backend=compiler)
     samplers: dict[str, Sampler] = {
-        name: ReplicaSampler(policy, module, trained.write, BatchSize(batch_size, pad_to_size=compile_replicas))
+        name: ReplicaSampler(model, module, trained.write, BatchSize(batch_size, pad_to_size=compile_replicas))
         for name, module in replicas.items()
     }
-    samplers[POLICY] = PolicySampler(policy, trained.old, BatchSize(batch_size, pad_to_size=compile_policy))
+    samplers[POLICY] = PolicySampler(model, trained.old, BatchSize(batch_size, pad_to_size=compile_policy))
     velocity_models = {OLD: trained.old, REFERENCE: as_it_is(reference)}
     return Transformers(trained, samplers, velocity_models, replicas, backend if with_shadow else None, shadow_layers)

@@ -46,7 +46,7 @@ class StandIn(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
-        self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
+        self.model = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
         self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
         self.transformers = SimpleNamespace(precision_backend="nvfp4 (emulated)", explorers=None)
         self.transformers.trained = SimpleNamespace(folder="lora")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nano import load_policy
+from nano import load_model
 from pretrain import Recipe, build_pipeline, pretrain_pipeline
 from torch import Tensor
 
@@ -37,16 +37,16 @@ def weights(pipeline: object) -> dict[str, Tensor]:
 
 
 def loaded(folder: Path) -> Flux1:
-    return load_policy(str(folder))
+    return load_model(str(folder))
 
 
 def test_saved_folder_loads_as_a_policy_with_a_bfloat16_transformer(folder: Path) -> None:
-    policy = loaded(folder)
+    model = loaded(folder)
     saved = (folder / "transformer" / "diffusion_pytorch_model.safetensors").stat().st_size
-    parameters = sum(parameter.numel() for parameter in policy.transformer.parameters())
+    parameters = sum(parameter.numel() for parameter in model.transformer.parameters())
     assert 2 * parameters < saved < 2.2 * parameters  # two bytes a parameter, and a header
-    assert policy.latent_shape == (16, 32)
-    assert policy.decode(policy.noise(torch.tensor([1]))).shape == (1, 3, 32, 32)
+    assert model.latent_shape == (16, 32)
+    assert model.decode(model.noise(torch.tensor([1]))).shape == (1, 3, 32, 32)
 
 
 def test_model_is_a_function_of_the_seed_bit_for_bit(folder: Path, tmp_path: Path) -> None:

@@ -134,12 +134,12 @@ def test_explorer_that_cannot_begin_gives_its_reason(
 ) -> None:
     monkeypatch.setattr(clusters, "__version__", "0.0")
     with explorers_of(cfg, 0, 1, CPU) as explorers, pytest.raises(ExplorersLost, match=r"UserError: .* and 0\.0 in"):
-        RaySampler(cfg, explorers, module.policy, functools.partial(pool_of, module))
+        RaySampler(cfg, explorers, module.model, functools.partial(pool_of, module))
 
 
 @contextmanager
 def exploring(cfg: Run, module: SolRLModule, explorers: list[Any]) -> Iterator[RaySampler]:
-    sampler = RaySampler(cfg, explorers, module.policy, functools.partial(pool_of, module))
+    sampler = RaySampler(cfg, explorers, module.model, functools.partial(pool_of, module))
     object.__setattr__(module.transformers, "explorers", sampler)
     yield sampler
     object.__setattr__(module.transformers, "explorers", None)
@@ -151,7 +151,7 @@ def explored(cfg: Run, module: SolRLModule, iteration: int = 0) -> Explored:
     def run(stage: Any, seeds: Tensor, state: Any) -> Any:
         return module.run_stage(stage, prompts, seeds, initial_state=state)
 
-    *stages, _ = cfg.family.stages(module.policy.sigmas)
+    *stages, _ = cfg.family.stages(module.model.sigmas)
     return run_family(stages, seeds, PROMPTS, run)
 
 
@@ -284,7 +284,7 @@ def test_input_images_and_videos_are_explored_as_here(
     ]
     module.sync_samplers(0)
     encoded, seeds = module.encode(prompts), pool_seeds(1, 0, identities(prompts), 4)
-    stage, _ = cfg.family.stages(module.policy.sigmas)
+    stage, _ = cfg.family.stages(module.model.sigmas)
     expected = module.run_stage(stage, encoded, seeds)
     explorer = Explorer(cfg, __version__, os.getcwd())
     weights = [ray.put(module.policy_state("old"))]

@@ -15,7 +15,7 @@ from diffusers import (
     WanPipeline,
     ZImagePipeline,
 )
-from nano import PROMPTS, build_nano_sana, load_nano, load_policy, prompts_of, relative_error
+from nano import PROMPTS, build_nano_sana, load_model, load_nano, prompts_of, relative_error
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -40,16 +40,16 @@ FLOAT32 = {"default": "float32"}
 
 
 @pytest.fixture(scope="module")
-def policy(architecture: str, folder: str) -> PipelineAdapter:
+def model(architecture: str, folder: str) -> PipelineAdapter:
     return load_nano(architecture, folder)
 
 
-def sample(policy: PipelineAdapter, conditioning: Conditioning, steps: int = STEPS) -> Tensor:
+def sample(model: PipelineAdapter, conditioning: Conditioning, steps: int = STEPS) -> Tensor:
     with torch.no_grad():
         return integrate(
-            lambda x, sigma: policy.velocity(policy.transformer, x, sigma, conditioning),
-            policy.noise(SEEDS),
-            policy.sigmas(steps),
+            lambda x, sigma: model.velocity(model.transformer, x, sigma, conditioning),
+            model.noise(SEEDS),
+            model.sigmas(steps),
         )
 
 
@@ -82,19 +82,19 @@ def autoencoder_input(architecture: str, vae: nn.Module, latents: Tensor) -> Ten
     return latents / scale + shift
 
 
-def test_noise_layout_and_decode(architecture: str, policy: PipelineAdapter) -> None:
-    spatial, vae = noise(SEEDS, LATENTS[architecture]), policy.pipeline.vae.float()
+def test_noise_layout_and_decode(architecture: str, model: PipelineAdapter) -> None:
+    spatial, vae = noise(SEEDS, LATENTS[architecture]), model.pipeline.vae.float()
     latents = packed(spatial) if architecture in ("flux1", "qwen_image") else spatial
-    assert policy.latent_shape == latents.shape[1:] and torch.equal(policy.noise(SEEDS), latents)
+    assert model.latent_shape == latents.shape[1:] and torch.equal(model.noise(SEEDS), latents)
     with torch.no_grad():
         decoded = vae.decode(autoencoder_input(architecture, vae, spatial)).sample
     frames = {"qwen_image": (1,), "wan": (5,)}.get(architecture, ())
     assert decoded.shape == (3, 3, *frames, 32, 32)
     images = decoded.transpose(1, 2) if architecture == "wan" else decoded.reshape(3, 3, 32, 32)
     expected = (images / 2 + 0.5).clamp(0, 1)
-    torch.testing.assert_close(policy.decode(latents), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.decode(latents), expected, rtol=0, atol=1e-5)
     if architecture not in ("qwen_image", "wan"):  # whose decoders normalise the latents
-        beyond = policy.decode(1e3 * latents)
+        beyond = model.decode(1e3 * latents)
         assert beyond.min() == 0 and beyond.max() == 1
 
 
@@ -119,11 +119,11 @@ def expected_sigmas(architecture: str, steps: int) -> Tensor:
     return uniform_sigmas(steps)
 
 
-def test_sigmas_have_the_shift_of_the_scheduler(architecture: str, policy: PipelineAdapter) -> None:
-    before = policy.pipeline.scheduler.sigmas.clone()
+def test_sigmas_have_the_shift_of_the_scheduler(architecture: str, model: PipelineAdapter) -> None:
+    before = model.pipeline.scheduler.sigmas.clone()
     for steps in (1, 6, 10, 50):
-        torch.testing.assert_close(policy.sigmas(steps), expected_sigmas(architecture, steps), rtol=0, atol=1e-6)
-    assert torch.equal(policy.pipeline.scheduler.sigmas, before)
+        torch.testing.assert_close(model.sigmas(steps), expected_sigmas(architecture, steps), rtol=0, atol=1e-6)
+    assert torch.equal(model.pipeline.scheduler.sigmas, before)
 
 
 def test_flow_shift_of_sana(folder_of: FolderOf) -> None:
@@ -132,24 +132,24 @@ def test_flow_shift_of_sana(folder_of: FolderOf) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "mask_name", "lengths"),
+    ("architecture", "mask_name", "lengths"),
     [
         ("sana", "prompt_mask", [len(text) + 1 for text in TEXTS]),  # nano's tokens are letters
         ("qwen_image", "prompt_embeds_mask", [len(text.split()) + 5 for text in TEXTS]),  # five of the template
         ("z_image", "prompt_embeds_mask", [len(text.split()) + 8 for text in TEXTS]),  # eight of it
     ],
 )
-def test_padding_has_no_influence(folder_of: FolderOf, model: str, mask_name: str, lengths: list[int]) -> None:
-    policy = load_nano(model, folder_of(model), max_sequence_length=40, dtypes=FLOAT32)
-    conditioning, x, sigma = policy.encode(prompts_of(TEXTS)), policy.noise(SEEDS), torch.tensor(0.6)
+def test_padding_has_no_influence(folder_of: FolderOf, architecture: str, mask_name: str, lengths: list[int]) -> None:
+    model = load_nano(architecture, folder_of(architecture), max_sequence_length=40, dtypes=FLOAT32)
+    conditioning, x, sigma = model.encode(prompts_of(TEXTS)), model.noise(SEEDS), torch.tensor(0.6)
     mask = conditioning[mask_name].bool()
     assert mask.sum(1).tolist() == lengths
     with torch.no_grad():
-        expected = policy.velocity(policy.transformer, x, sigma, conditioning)
+        expected = model.velocity(model.transformer, x, sigma, conditioning)
         for part, changes in ((~mask, False), (mask, True)):
             embeds = conditioning["prompt_embeds"].clone()
             embeds[part] += torch.randn(64)  # a constant would vanish in the norm
-            velocity = policy.velocity(policy.transformer, x, sigma, conditioning | {"prompt_embeds": embeds})
+            velocity = model.velocity(model.transformer, x, sigma, conditioning | {"prompt_embeds": embeds})
             assert bool((velocity - expected).abs().max() > 1e-3) == changes
 
 
@@ -157,30 +157,30 @@ def test_padding_has_no_influence(folder_of: FolderOf, model: str, mask_name: st
 
 
 def test_flux1_dev_with_guidance_and_shift_paints_as_the_diffusers_pipeline(dev_folder: str) -> None:
-    policy = load_policy(dev_folder, guidance=GUIDANCE, dtypes=FLOAT32)
+    model = load_model(dev_folder, guidance=GUIDANCE, dtypes=FLOAT32)
     expected = flux_sigmas(7, image_tokens=16, base_tokens=8, max_tokens=64)
-    torch.testing.assert_close(policy.sigmas(7), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(model.sigmas(7), expected, rtol=0, atol=1e-6)
     pipeline = FluxPipeline.from_pretrained(dev_folder, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     options = dict(num_inference_steps=STEPS, guidance_scale=GUIDANCE, height=32, width=32, max_sequence_length=10)
     latents, images = (
-        pipeline(PROMPTS, latents=policy.noise(SEEDS), output_type=kind, **options).images for kind in ("latent", "pt")
+        pipeline(PROMPTS, latents=model.noise(SEEDS), output_type=kind, **options).images for kind in ("latent", "pt")
     )
-    sampled = sample(policy, policy.encode(prompts_of(PROMPTS)))
+    sampled = sample(model, model.encode(prompts_of(PROMPTS)))
     assert torch.equal(sampled, latents)
-    torch.testing.assert_close(policy.decode(sampled), images, rtol=0, atol=1e-5)
-    weak = load_policy(dev_folder, guidance=1.0, dtypes=FLOAT32)
-    assert relative_error(sample(weak, policy.encode(prompts_of(PROMPTS))), sampled) > 0.02
+    torch.testing.assert_close(model.decode(sampled), images, rtol=0, atol=1e-5)
+    weak = load_model(dev_folder, guidance=1.0, dtypes=FLOAT32)
+    assert relative_error(sample(weak, model.encode(prompts_of(PROMPTS))), sampled) > 0.02
 
 
 def test_flux1_velocities_are_float32_from_a_bfloat16_transformer(nano_folder: str) -> None:
-    policy = load_policy(nano_folder)
-    velocity = policy.velocity(
-        policy.transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(prompts_of(PROMPTS))
+    model = load_model(nano_folder)
+    velocity = model.velocity(
+        model.transformer, model.noise(SEEDS), torch.tensor(0.5), model.encode(prompts_of(PROMPTS))
     )
     assert velocity.dtype == torch.float32 and velocity.shape == (3, 16, 32)
-    assert {parameter.dtype for parameter in policy.transformer.parameters()} == {torch.bfloat16}
-    linears = {type(module) for module in policy.transformer.modules() if isinstance(module, nn.Linear)}
+    assert {parameter.dtype for parameter in model.transformer.parameters()} == {torch.bfloat16}
+    linears = {type(module) for module in model.transformer.modules() if isinstance(module, nn.Linear)}
     assert linears == {nn.Linear if has_fast_bf16_products() else BF16Linear}
 
 
@@ -188,8 +188,8 @@ def test_flux1_velocities_are_float32_from_a_bfloat16_transformer(nano_folder: s
 
 
 def test_sd3_embeddings_are_both_clips_and_then_t5(folder_of: FolderOf) -> None:
-    policy = load_nano("sd3", folder_of("sd3"))
-    conditioning, pipeline = policy.encode(prompts_of(PROMPTS)), policy.pipeline
+    model = load_nano("sd3", folder_of("sd3"))
+    conditioning, pipeline = model.encode(prompts_of(PROMPTS)), model.pipeline
     embeds = conditioning["prompt_embeds"].float()
     assert embeds.shape == (3, 11 + 10, 64) and conditioning["pooled"].shape == (3, 64)
     ids = pipeline.tokenizer_3(PROMPTS, padding="max_length", max_length=10, return_tensors="pt").input_ids
@@ -199,13 +199,13 @@ def test_sd3_embeddings_are_both_clips_and_then_t5(folder_of: FolderOf) -> None:
 
 
 def test_flux2_embeddings_are_three_layers_of_qwen_side_by_side(folder_of: FolderOf) -> None:
-    policy = load_nano("flux2", folder_of("flux2"))
+    model = load_nano("flux2", folder_of("flux2"))
     text = f"<|im_start|>user\n{PROMPTS[0]}<|im_end|>\n<|im_start|>assistant\n"
-    ids = policy.pipeline.tokenizer(text, truncation=True, max_length=10, return_tensors="pt").input_ids
+    ids = model.pipeline.tokenizer(text, truncation=True, max_length=10, return_tensors="pt").input_ids
     with torch.no_grad():
-        layers = policy.pipeline.text_encoder(ids, output_hidden_states=True).hidden_states
+        layers = model.pipeline.text_encoder(ids, output_hidden_states=True).hidden_states
     expected = torch.cat([layers[number][0] for number in (9, 18, 27)], dim=-1)
-    embeds = policy.encode(prompts_of(PROMPTS))["prompt_embeds"]
+    embeds = model.encode(prompts_of(PROMPTS))["prompt_embeds"]
     assert embeds.shape == (3, 10, 96)
     torch.testing.assert_close(embeds[0].float(), expected, rtol=2**-7, atol=2**-7)
 
@@ -220,13 +220,13 @@ def test_sana_drops_a_learned_sigma_and_scales_timesteps(tmp_path: Path) -> None
         transformer = SanaTransformer2DModel(**options | {"out_channels": 16, "timestep_scale": 0.5})
     pipeline.register_modules(transformer=transformer)
     pipeline.save_pretrained(tmp_path)
-    policy = load_nano("sana", str(tmp_path), dtypes=FLOAT32)
-    conditioning, x = policy.encode(prompts_of(PROMPTS)), policy.noise(SEEDS)
+    model = load_nano("sana", str(tmp_path), dtypes=FLOAT32)
+    conditioning, x = model.encode(prompts_of(PROMPTS)), model.noise(SEEDS)
     embeds = dict(encoder_hidden_states=conditioning["prompt_embeds"])
     embeds |= dict(encoder_attention_mask=conditioning["prompt_mask"])
     with torch.no_grad():
-        velocity = policy.velocity(policy.transformer, x, torch.tensor(0.8), conditioning)
-        whole = policy.transformer(x, timestep=torch.full((3,), 400.0), **embeds).sample
+        velocity = model.velocity(model.transformer, x, torch.tensor(0.8), conditioning)
+        whole = model.transformer(x, timestep=torch.full((3,), 400.0), **embeds).sample
     assert whole.shape == (3, 16, 4, 4) and torch.equal(velocity, whole[:, :8])
 
 
@@ -237,23 +237,23 @@ def test_qwen_image_prompts_of_different_lengths_are_stored_unpadded_and_paint_a
     folder_of: FolderOf, tmp_path: Path
 ) -> None:
     folder, lengths = folder_of("qwen_image"), [7 + 5, 2 + 5, 3 + 5]
-    policy = load_nano("qwen_image", folder, max_sequence_length=16, dtypes=FLOAT32, embeddings=str(tmp_path))
-    conditioning = policy.encode(prompts_of(TEXTS))
+    model = load_nano("qwen_image", folder, max_sequence_length=16, dtypes=FLOAT32, embeddings=str(tmp_path))
+    conditioning = model.encode(prompts_of(TEXTS))
     embeds, mask = conditioning["prompt_embeds"], conditioning["prompt_embeds_mask"]
     assert embeds.shape == (3, 16, 64) and mask.sum(1).tolist() == lengths and not embeds[~mask].any()
     stored = [load_file(file)["prompt_embeds"].shape for file in tmp_path.glob("*.safetensors")]
     assert sorted(stored) == [(length, 64) for length in sorted(lengths)]
-    again = policy.encode(prompts_of(TEXTS))  # from the files
+    again = model.encode(prompts_of(TEXTS))  # from the files
     assert all(torch.equal(again[name], value) for name, value in conditioning.items())
-    (row,) = policy.encode(prompts_of(TEXTS[1:2]))["prompt_embeds_mask"]  # alone it is padded as well
+    (row,) = model.encode(prompts_of(TEXTS[1:2]))["prompt_embeds_mask"]  # alone it is padded as well
     assert row.tolist() == [True] * 7 + [False] * 9
 
     pipeline = QwenImagePipeline.from_pretrained(folder, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     options = dict(num_inference_steps=STEPS, true_cfg_scale=1.0, height=32, width=32, output_type="latent")
-    expected = pipeline(TEXTS, latents=policy.noise(SEEDS), **options).images
+    expected = pipeline(TEXTS, latents=model.noise(SEEDS), **options).images
     # Padded to 16 here and to 12 there.
-    torch.testing.assert_close(sample(policy, conditioning), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sample(model, conditioning), expected, rtol=0, atol=1e-5)
 
 
 def test_qwen_image_guidance_keeps_the_norm_of_each_tokens_conditional_velocity() -> None:
@@ -277,37 +277,37 @@ LONG = "a red circle above a blue square" + " and a green triangle" * 8  # more 
 
 @pytest.mark.parametrize("steps", [4, 10])
 def test_z_image_captions_of_different_lengths_paint_as_diffusers(folder_of: FolderOf, steps: int) -> None:
-    policy = load_nano("z_image", folder_of("z_image"), max_sequence_length=100, dtypes=FLOAT32)
+    model = load_nano("z_image", folder_of("z_image"), max_sequence_length=100, dtypes=FLOAT32)
     texts = [TEXTS[0], LONG, TEXTS[1]]
-    conditioning = policy.encode(prompts_of(texts))
+    conditioning = model.encode(prompts_of(texts))
     lengths = conditioning["prompt_embeds_mask"].sum(1)
     assert lengths.tolist() == [len(text.split()) + 8 for text in texts] and lengths[1] > 32
     pipeline = ZImagePipeline.from_pretrained(folder_of("z_image"), dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     options = dict(num_inference_steps=steps, guidance_scale=0.0, height=32, width=32, output_type="latent")
-    sampled = sample(policy, conditioning, steps)
-    assert policy.transformer.caption_tokens == 128  # to which captions are padded here; to 64 there
+    sampled = sample(model, conditioning, steps)
+    assert model.transformer.caption_tokens == 128  # to which captions are padded here; to 64 there
     for rows in ([0, 1, 2], [0], [1], [2]):
-        x, prompts = policy.noise(SEEDS)[rows], [texts[row] for row in rows]
+        x, prompts = model.noise(SEEDS)[rows], [texts[row] for row in rows]
         expected = pipeline(prompts, latents=x, max_sequence_length=100, **options).images
         torch.testing.assert_close(sampled[rows], expected, rtol=0, atol=1e-5)
 
 
 def test_z_image_compiles_its_blocks_once_for_captions_of_all_lengths(folder_of: FolderOf) -> None:
-    policy = load_nano("z_image", folder_of("z_image"), max_sequence_length=100, dtypes=FLOAT32)
+    model = load_nano("z_image", folder_of("z_image"), max_sequence_length=100, dtypes=FLOAT32)
     batches = [TEXTS, [LONG, TEXTS[1], TEXTS[2]], [LONG] * 3, [TEXTS[2]] * 3]
     conditionings, x, sigma = (
-        [policy.encode(prompts_of(texts)) for texts in batches],
-        policy.noise(SEEDS),
+        [model.encode(prompts_of(texts)) for texts in batches],
+        model.noise(SEEDS),
         torch.tensor(0.6),
     )
     torch._dynamo.reset()
     counter = CompileCounter()
     with torch.no_grad():
-        eager = [policy.velocity(policy.transformer, x, sigma, conditioning) for conditioning in conditionings]
-        compile_blocks(policy.transformer, backend=counter)
+        eager = [model.velocity(model.transformer, x, sigma, conditioning) for conditioning in conditionings]
+        compile_blocks(model.transformer, backend=counter)
         for conditioning, expected in zip(conditionings, eager, strict=True):
-            velocity = policy.velocity(policy.transformer, x, sigma, conditioning)
+            velocity = model.velocity(model.transformer, x, sigma, conditioning)
             torch.testing.assert_close(velocity, expected, rtol=0, atol=1e-5)
             assert counter.frame_count == 3  # one of the image, one of the text, one of both
     torch._dynamo.reset()
@@ -317,51 +317,51 @@ def test_z_image_compiles_its_blocks_once_for_captions_of_all_lengths(folder_of:
 
 
 def test_wan_samples_at_the_levels_of_its_unipc_and_a_causal_autoencoder_decodes(folder_of: FolderOf) -> None:
-    policy = load_nano("wan", folder_of("wan"), dtypes=FLOAT32)
-    theirs = policy.pipeline.scheduler
+    model = load_nano("wan", folder_of("wan"), dtypes=FLOAT32)
+    theirs = model.pipeline.scheduler
     for steps in (1, 10):
         theirs.set_timesteps(steps)
-        torch.testing.assert_close(policy.sigmas(steps), theirs.sigmas, rtol=0, atol=2e-6)
-        assert policy.sigmas(steps)[0] == 1  # which a stochastic step needs
-    latents = policy.noise(SEEDS)
+        torch.testing.assert_close(model.sigmas(steps), theirs.sigmas, rtol=0, atol=2e-6)
+        assert model.sigmas(steps)[0] == 1  # which a stochastic step needs
+    latents = model.noise(SEEDS)
     changed = latents.clone()
     changed[:, :, 1] += 1  # of the later four frames
-    frames, others = policy.decode(latents), policy.decode(changed)
+    frames, others = model.decode(latents), model.decode(changed)
     assert torch.equal(frames[:, 0], others[:, 0]) and (frames[:, 1:] != others[:, 1:]).flatten(2).any(-1).all()
 
 
 def test_wan_with_the_euler_scheduler_in_its_folder_paints_as_diffusers(folder_of: FolderOf) -> None:
-    policy = load_nano("wan", folder_of("wan"), dtypes=FLOAT32)
+    model = load_nano("wan", folder_of("wan"), dtypes=FLOAT32)
     theirs = WanPipeline.from_pretrained(folder_of("wan"), dtype=torch.float32)
     theirs.set_progress_bar_config(disable=True)
-    policy.pipeline.scheduler = theirs.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    model.pipeline.scheduler = theirs.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     options = dict(num_inference_steps=STEPS, guidance_scale=1.0, height=32, width=32, num_frames=5)
-    expected = theirs(PROMPTS, latents=policy.noise(SEEDS), output_type="latent", max_sequence_length=10, **options)[0]
-    assert torch.equal(sample(policy, policy.encode(prompts_of(PROMPTS))), expected)
+    expected = theirs(PROMPTS, latents=model.noise(SEEDS), output_type="latent", max_sequence_length=10, **options)[0]
+    assert torch.equal(sample(model, model.encode(prompts_of(PROMPTS))), expected)
 
 
 def test_wan_stores_embeddings_without_padding(folder_of: FolderOf, tmp_path: Path) -> None:
-    policy = load_nano("wan", folder_of("wan"), dtypes=FLOAT32, embeddings=str(tmp_path), max_sequence_length=12)
-    embeds = policy.encode(prompts_of(TEXTS))["prompt_embeds"]
+    model = load_nano("wan", folder_of("wan"), dtypes=FLOAT32, embeddings=str(tmp_path), max_sequence_length=12)
+    embeds = model.encode(prompts_of(TEXTS))["prompt_embeds"]
     stored = [load_file(file)["prompt_embeds"].shape for file in tmp_path.glob("*.safetensors")]
     assert sorted(stored) == [(3, 64), (4, 64), (8, 64)] and embeds.shape == (3, 12, 64)
     assert embeds.any(-1).sum(1).tolist() == [8, 3, 4]
-    expected, _ = policy.pipeline.encode_prompt(TEXTS, do_classifier_free_guidance=False, max_sequence_length=12)
-    assert torch.equal(policy.encode(prompts_of(TEXTS))["prompt_embeds"], expected)
+    expected, _ = model.pipeline.encode_prompt(TEXTS, do_classifier_free_guidance=False, max_sequence_length=12)
+    assert torch.equal(model.encode(prompts_of(TEXTS))["prompt_embeds"], expected)
 
 
 def test_wan_names_the_layers_of_its_lora_as_diffusers_and_comfyui_read_them(folder_of: FolderOf) -> None:
-    policy = load_nano("wan", folder_of("wan"))
-    layers = [name for name, part in policy.transformer.blocks.named_modules() if isinstance(part, nn.Linear)]
+    model = load_nano("wan", folder_of("wan"))
+    layers = [name for name, part in model.transformer.blocks.named_modules() if isinstance(part, nn.Linear)]
     state = {f"blocks.{name}.lora_A.weight": torch.ones(2, 2) for name in layers}
     parts = [f"{attention}.{part}" for attention in ("self_attn", "cross_attn") for part in "qkvo"] + ["ffn.0", "ffn.2"]
-    blocks = range(policy.transformer.config.num_layers)
+    blocks = range(model.transformer.config.num_layers)
     comfy_ui = {f"diffusion_model.blocks.{number}.{part}.lora_A.weight" for number in blocks for part in parts}
-    assert policy.named_in_files(state).keys() == comfy_ui
-    read = policy.pipeline_class.lora_state_dict(policy.named_in_files(state))
+    assert model.named_in_files(state).keys() == comfy_ui
+    read = model.pipeline_class.lora_state_dict(model.named_in_files(state))
     assert read.keys() == {f"transformer.{name}" for name in state}
     head = {"proj_out.lora_A.weight": torch.ones(2, 2)}
-    assert policy.named_in_files(state | head).keys() == {f"transformer.{name}" for name in state | head}
+    assert model.named_in_files(state | head).keys() == {f"transformer.{name}" for name in state | head}
 
 
 def test_wan_22_and_other_numbers_of_frames_raise(folder_of: FolderOf, tmp_path: Path) -> None:

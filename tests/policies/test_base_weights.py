@@ -1,10 +1,10 @@
-"""A policy with stored weights computes what a BF16 policy with the dequantised weights computes."""
+"""A model with stored weights computes what a BF16 model with the dequantised weights computes."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from nano import PROMPTS, adapters, load_policy, prompts_of, random_state
+from nano import PROMPTS, adapters, load_model, prompts_of, random_state
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
@@ -20,11 +20,11 @@ from solrl_lightning.training.transformers import Transformers, replicate
 CPU = torch.device("cpu")
 
 
-def make_transformers(policy: Flux1) -> Transformers:
+def make_transformers(model: Flux1) -> Transformers:
     """With an old and a trained adapter that differ."""
     rule = QuantizationRule(["single_transformer_blocks.*"], {})
     backend = resolve("nvfp4", "emulated", CPU)
-    transformers = replicate(policy, adapters(), 4, False, False, True, backend, rule)
+    transformers = replicate(model, adapters(), 4, False, False, True, backend, rule)
     adapted = transformers.trained
     for seed, name in enumerate((TRAINED, OLD)):
         state = random_state(adapted.state(name), seed, size=0.05)
@@ -34,17 +34,17 @@ def make_transformers(policy: Flux1) -> Transformers:
     return transformers
 
 
-def outputs(policy: Flux1, transformers: Transformers) -> dict[str, Tensor]:
+def outputs(model: Flux1, transformers: Transformers) -> dict[str, Tensor]:
     """The velocity of every transformer, the adapters' gradient, and the norms that the run logs."""
-    conditioning, x = policy.encode(prompts_of(PROMPTS)), policy.noise(torch.arange(3))
+    conditioning, x = model.encode(prompts_of(PROMPTS)), model.noise(torch.arange(3))
 
     def velocity(transformer: nn.Module) -> Tensor:
-        return policy.velocity(transformer, x, torch.full((3,), 0.5), conditioning)
+        return model.velocity(transformer, x, torch.full((3,), 0.5), conditioning)
 
     adapted, velocities = transformers.trained, {}
     with torch.no_grad():
-        for name, model in transformers.velocity_models.items():
-            with model() as transformer:
+        for name, velocity_model in transformers.velocity_models.items():
+            with velocity_model() as transformer:
                 velocities[name] = velocity(transformer)
         velocities |= {name: velocity(transformer) for name, transformer in transformers.replicas.items()}
     velocity(adapted.transformer).square().sum().backward()
@@ -54,7 +54,7 @@ def outputs(policy: Flux1, transformers: Transformers) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("storage", "error"), [("int8", 0.01), ("nf4", 0.12)])
 def test_stored_weights_are_those_of_every_sampler_and_gradient(storage: str, error: float) -> None:
-    whole, stored = load_policy("tiny"), load_policy("tiny", base_weights=storage)
+    whole, stored = load_model("tiny"), load_model("tiny", base_weights=storage)
     linears, packed = block_linears(whole.transformer), block_linears(stored.transformer)
     assert linears.keys() == packed.keys() and len(linears) == 32
     size = 0
@@ -80,23 +80,23 @@ def test_layers_too_small_for_nf4_a_missing_library_and_compilation_raise(
     nano_folder: str, monkeypatch: pytest.MonkeyPatch, compose: Callable[..., Run]
 ) -> None:
     with pytest.raises(UserError, match="=nf4 is invalid: every layer .* multiple of 16384 weights; .* has"):
-        load_policy(nano_folder, base_weights="nf4")
+        load_model(nano_folder, base_weights="nf4")
     for key in ("family.compile", "compile_training"):
         with pytest.raises(UserError, match=f"base_weights=int8 is invalid: with {key}=true .* Set {key}=false."):
             compose("base_weights=int8", f"{key}=true")
     monkeypatch.setattr(base_weights, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="base_weights=int8 is invalid: it needs torchao. Install it: pip install"):
-        load_policy(nano_folder, base_weights="int8")
+        load_model(nano_folder, base_weights="int8")
 
 
 def test_encode_on_cpu_keeps_text_encoders_there(nano_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = load_policy(nano_folder, encode_on="cpu")
-    encode, devices = policy.encode_uncached, []
+    model = load_model(nano_folder, encode_on="cpu")
+    encode, devices = model.encode_uncached, []
 
     def recorded(prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        devices.append((device.type, policy.pipeline.text_encoder.device.type))
+        devices.append((device.type, model.pipeline.text_encoder.device.type))
         return encode(prompts, device)
 
-    monkeypatch.setattr(policy, "encode_uncached", recorded)
-    policy.device = torch.device("meta")
-    assert policy.encode(prompts_of(PROMPTS))["pooled"].device.type == "meta" and devices == [("cpu", "cpu")]
+    monkeypatch.setattr(model, "encode_uncached", recorded)
+    model.device = torch.device("meta")
+    assert model.encode(prompts_of(PROMPTS))["pooled"].device.type == "meta" and devices == [("cpu", "cpu")]

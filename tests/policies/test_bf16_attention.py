@@ -101,7 +101,7 @@ def test_every_attention_of_a_transformer_runs_in_the_faster_arithmetic(
     monkeypatch.setattr(bf16_attention, "has_fast_bf16_attention", lambda: False)
     monkeypatch.setattr(bf16_attention, "has_fast_bf16_products", lambda: fast)
     monkeypatch.setattr(bf16_attention, "_LEAST_KEYS", 1)
-    policy = load_nano(architecture, folder)
+    model = load_nano(architecture, folder)
     calls: set[tuple[bool, torch.dtype]] = set()  # whether with a mask
     attention, in_bf16 = torch._C._nn.scaled_dot_product_attention, bf16_attention.attention_in_bf16
 
@@ -117,7 +117,7 @@ def test_every_attention_of_a_transformer_runs_in_the_faster_arithmetic(
         return in_bf16(query, *others)
 
     monkeypatch.setattr(bf16_attention, "attention_in_bf16", watch)
-    x, conditioning = policy.noise(torch.tensor([1, 2])), policy.encode(prompts_of(["a", "b"]))
+    x, conditioning = model.noise(torch.tensor([1, 2])), model.encode(prompts_of(["a", "b"]))
     with torch.no_grad(), Watch():
-        policy.velocity(policy.transformer, x, torch.tensor(0.5), conditioning)
+        model.velocity(model.transformer, x, torch.tensor(0.5), conditioning)
     assert calls and calls <= {(False, torch.bfloat16 if fast else torch.float32), (True, torch.float32)}

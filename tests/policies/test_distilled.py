@@ -66,14 +66,14 @@ def test_lightning_paints_as_its_pipeline(folder_of: FolderOf, lora: Path) -> No
     """diffusers keeps the LoRA beside the weights, and has the scheduler of the model card."""
     folder, steps = folder_of("qwen_image"), LIGHTNING.full_steps
     levels = OmegaConf.to_container(LIGHTNING.scheduler)
-    policy = load_nano("qwen_image", folder, dtypes=FLOAT32, fused_lora=str(lora), scheduler=levels)
-    torch.testing.assert_close(policy.sigmas(steps), torch.tensor([1.0, 0.9, 0.75, 0.5, 0.0]))
-    conditioning = policy.encode(prompts_of(PROMPTS))
+    model = load_nano("qwen_image", folder, dtypes=FLOAT32, fused_lora=str(lora), scheduler=levels)
+    torch.testing.assert_close(model.sigmas(steps), torch.tensor([1.0, 0.9, 0.75, 0.5, 0.0]))
+    conditioning = model.encode(prompts_of(PROMPTS))
     with torch.no_grad():
         latents = integrate(
-            lambda x, sigma: policy.velocity(policy.transformer, x, sigma, conditioning),
-            policy.noise(SEEDS),
-            policy.sigmas(steps),
+            lambda x, sigma: model.velocity(model.transformer, x, sigma, conditioning),
+            model.noise(SEEDS),
+            model.sigmas(steps),
             LIGHTNING.solver,
         )
     pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
@@ -83,7 +83,7 @@ def test_lightning_paints_as_its_pipeline(folder_of: FolderOf, lora: Path) -> No
     options |= dict(num_inference_steps=steps, output_type="latent")
 
     def paint() -> Tensor:
-        return pipeline(prompt=list(PROMPTS), latents=policy.noise(SEEDS), **options)[0]
+        return pipeline(prompt=list(PROMPTS), latents=model.noise(SEEDS), **options)[0]
 
     assert relative_error(latents, paint()) > 1e-3  # without the LoRA
     pipeline.load_lora_weights(lora)
@@ -92,9 +92,9 @@ def test_lightning_paints_as_its_pipeline(folder_of: FolderOf, lora: Path) -> No
 
 def test_levels_of_z_image_turbo_have_the_shift_of_its_config_file(folder_of: FolderOf) -> None:
     scheduler = read_architecture(ARCHITECTURES / "Tongyi-MAI" / "Z-Image-Turbo").components["scheduler"].config
-    policy = load_nano("z_image", folder_of("z_image"), scheduler={"shift": scheduler["shift"]})
+    model = load_nano("z_image", folder_of("z_image"), scheduler={"shift": scheduler["shift"]})
     uniform = torch.linspace(1, 0, 9)
-    torch.testing.assert_close(policy.sigmas(8), 3 * uniform / (1 + 2 * uniform))
+    torch.testing.assert_close(model.sigmas(8), 3 * uniform / (1 + 2 * uniform))
 
 
 def test_a_file_that_does_not_fit_is_an_error(

@@ -133,13 +133,13 @@ def test_encoders_are_loaded_for_the_first_new_prompt_only(architecture: str, fo
 def test_one_line_names_the_first_prompt_that_is_cut_off(
     architecture: str, folder: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    policy = load_nano(architecture, folder)
-    policy.encode(prompts_of(["a red"]))
+    model = load_nano(architecture, folder)
+    model.encode(prompts_of(["a red"]))
     assert not caplog.messages
     capfd.readouterr()  # the bars of loading
     long = " ".join(["a red square"] * 300)
-    policy.encode(prompts_of([PROMPTS[0], long]))
-    policy.encode(prompts_of([f"{long} left"]))
+    model.encode(prompts_of([PROMPTS[0], long]))
+    model.encode(prompts_of([f"{long} left"]))
     (message,) = caplog.messages
     assert message.startswith(f"the prompt {long[:40]!r}... has ") and "cut off" in message and len(message) < 200
     assert capfd.readouterr() == ("", "")
@@ -148,9 +148,9 @@ def test_one_line_names_the_first_prompt_that_is_cut_off(
 def test_encoders_move_to_a_gpu_for_embedding_only(
     architecture: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = load_nano(architecture, folder)
-    modules = [m for name, m in policy.pipeline.components.items() if name in policy.encoders and hasattr(m, "to")]
-    rows = policy.encode_uncached(PROMPTS, torch.device("cpu"))
+    model = load_nano(architecture, folder)
+    modules = [m for name, m in model.pipeline.components.items() if name in model.encoders and hasattr(m, "to")]
+    rows = model.encode_uncached(PROMPTS, torch.device("cpu"))
 
     def tensors() -> list[torch.Tensor]:
         return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
@@ -162,10 +162,10 @@ def test_encoders_move_to_a_gpu_for_embedding_only(
         return rows
 
     before, places = tensors(), [tensor.data_ptr() for tensor in tensors()]
-    monkeypatch.setattr(policy, "device", torch.device("meta"))  # stands in for a GPU
-    monkeypatch.setattr(policy, "encode_uncached", embed)
-    assert len(policy._encode_rows(prompts_of(PROMPTS))) == 3 and modules
+    monkeypatch.setattr(model, "device", torch.device("meta"))  # stands in for a GPU
+    monkeypatch.setattr(model, "encode_uncached", embed)
+    assert len(model._encode_rows(prompts_of(PROMPTS))) == 3 and modules
     with pytest.raises(torch.OutOfMemoryError):
-        policy._encode_rows(prompts_of(PROMPTS[:1]))
+        model._encode_rows(prompts_of(PROMPTS[:1]))
     assert all(now is then for now, then in zip(tensors(), before, strict=True))
     assert [tensor.data_ptr() for tensor in tensors()] == places  # they are not copied back

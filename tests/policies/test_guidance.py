@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from nano import PROMPTS, LevelsOf, load_nano, policy_class, prompts_of
+from nano import PROMPTS, LevelsOf, load_nano, model_class, prompts_of
 from torch import Tensor, nn
 
 from solrl_lightning.cli.checks import check_machine
@@ -53,23 +53,23 @@ def test_unconditional_velocity_has_no_gradient() -> None:
     torch.testing.assert_close(gradients[1], SCALE * gradients[0])
 
 
-@pytest.mark.parametrize("model", ["sd3", "sana", "flux2", "qwen_image", "z_image", "wan"])
-def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], str], model: str) -> None:
-    policy = load_nano(model, folder_of(model), dtypes={"default": "float32"}, guidance_scale=SCALE)
-    theirs = policy.pipeline_class.from_pretrained(folder_of(model), dtype=torch.float32)
+@pytest.mark.parametrize("architecture", ["sd3", "sana", "flux2", "qwen_image", "z_image", "wan"])
+def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], str], architecture: str) -> None:
+    model = load_nano(architecture, folder_of(architecture), dtypes={"default": "float32"}, guidance_scale=SCALE)
+    theirs = model.pipeline_class.from_pretrained(folder_of(architecture), dtype=torch.float32)
     theirs.set_progress_bar_config(disable=True)
-    options: dict[str, object] = dict(height=32, width=32, num_inference_steps=STEPS) | policy.call_options
-    if model == "sana":
+    options: dict[str, object] = dict(height=32, width=32, num_inference_steps=STEPS) | model.call_options
+    if architecture == "sana":
         theirs.scheduler = FlowMatchEulerDiscreteScheduler()
         options |= dict(use_resolution_binning=False)
-        options |= dict(sigmas=policy.sigmas(STEPS)[:-1].tolist())
-    if model == "wan":
-        theirs.scheduler = LevelsOf(policy)
+        options |= dict(sigmas=model.sigmas(STEPS)[:-1].tolist())
+    if architecture == "wan":
+        theirs.scheduler = LevelsOf(model)
         options |= dict(num_frames=5)
 
     def paint(kind: str) -> Tensor:
-        """One by one, as the model card does."""
-        noise = policy.noise(SEEDS)
+        """One by one, as the architecture card does."""
+        noise = model.noise(SEEDS)
         parts = [
             theirs(prompt=prompt, latents=x, output_type=kind, **options)[0]
             for prompt, x in zip(PROMPTS, noise.split(1), strict=True)
@@ -78,16 +78,16 @@ def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], s
 
     stage, prompts = (
         Stage(sampler="merged", steps=STEPS, solver="euler"),
-        EncodedPrompts(prompts_of(PROMPTS), policy.encode(prompts_of(PROMPTS))),
+        EncodedPrompts(prompts_of(PROMPTS), model.encode(prompts_of(PROMPTS))),
     )
     batch = BatchSize(2, pad_to_size=False)
-    chunks = list(iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], stage))
+    chunks = list(iter_sampled_chunks(model, model.transformer, batch, prompts, SEEDS[:, None], stage))
     latents = torch.cat([chunk.state.x for chunk in chunks])
-    painted = policy.unscale_latents(latents, policy.pipeline.vae) if model == "flux2" else latents
+    painted = model.unscale_latents(latents, model.pipeline.vae) if architecture == "flux2" else latents
     torch.testing.assert_close(painted, paint("latent"), rtol=0, atol=1e-4)
-    torch.testing.assert_close(policy.decode(latents), paint("pt"), rtol=0, atol=1e-4)
-    policy.guidance_scale = 1.0
-    (chunk, _) = iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], stage)
+    torch.testing.assert_close(model.decode(latents), paint("pt"), rtol=0, atol=1e-4)
+    model.guidance_scale = 1.0
+    (chunk, _) = iter_sampled_chunks(model, model.transformer, batch, prompts, SEEDS[:, None], stage)
     assert (chunk.state.x - latents[:2]).abs().max() > 0.01
 
 
@@ -103,17 +103,17 @@ def test_a_distilled_model_is_not_guided(folder_of: Callable[[str], str], tmp_pa
 def test_empty_prompt_is_encoded_once_and_cached(
     folder_of: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, texts = policy_class("sd3").encode_uncached, []
+    encode, texts = model_class("sd3").encode_uncached, []
 
     def recorded(self: PipelineAdapter, prompts: list[str], device: torch.device) -> Any:
         texts.append(prompts)
         return encode(self, prompts, device)
 
-    monkeypatch.setattr(policy_class("sd3"), "encode_uncached", recorded)
+    monkeypatch.setattr(model_class("sd3"), "encode_uncached", recorded)
     for times in (1, 2):
-        policy = load_nano("sd3", folder_of("sd3"), embeddings=str(tmp_path), guidance_scale=SCALE)
-        assert texts == [[""]] and (policy.pipeline.text_encoder is None) == (times == 2)
-        assert policy.unconditional["prompt_embeds"].dtype == torch.bfloat16
+        model = load_nano("sd3", folder_of("sd3"), embeddings=str(tmp_path), guidance_scale=SCALE)
+        assert texts == [[""]] and (model.pipeline.text_encoder is None) == (times == 2)
+        assert model.unconditional["prompt_embeds"].dtype == torch.bfloat16
     assert not load_nano("sd3", folder_of("sd3")).unconditional and texts == [[""]]
 
 
@@ -136,7 +136,7 @@ SMALL = (
 def test_guided_run_counts_twice_the_evaluations(
     compose: Callable[..., Run], folder_of: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sd3, rows = policy_class("sd3"), {"conditional": 0, "unconditional": 0}
+    sd3, rows = model_class("sd3"), {"conditional": 0, "unconditional": 0}
     velocity = sd3.velocity
 
     def counted(

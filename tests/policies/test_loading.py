@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, FluxPipeline, SanaPipeline
 from fake_hub import COMMIT, REPOSITORY, FakeHub, serving
-from nano import BUILDERS, PROMPTS, load_nano, policy_class, prompts_of
+from nano import BUILDERS, PROMPTS, load_nano, model_class, prompts_of
 from safetensors.torch import load_file, save_file
 from take_away import POINTER
 
@@ -122,12 +122,12 @@ def test_missing_component_folder_is_not_looked_for_on_the_hub(
 
 
 def test_every_architecture_loads_with_every_component_and_no_other(architecture: str, folder: str) -> None:
-    pipeline = load_pipeline(policy_class(architecture).pipeline_class, folder)
+    pipeline = load_pipeline(model_class(architecture).pipeline_class, folder)
     index = json.loads((Path(folder) / INDEX).read_text())
     expected = {name for name, value in index.items() if isinstance(value, list) and value[0] is not None}
     assert {name for name, part in pipeline.components.items() if part is not None} == expected
     for other in BUILDERS.keys() - {architecture}:
-        pipeline_class = policy_class(other).pipeline_class
+        pipeline_class = model_class(other).pipeline_class
         message = message_of(folder, pipeline_class)
         assert f"needs a {pipeline_class.__name__}" in message and f"Use model={architecture} with it." in message
 

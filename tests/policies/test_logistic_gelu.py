@@ -19,12 +19,12 @@ def test_logistic_gelu_is_the_tanh_approximation() -> None:
 
 
 def test_only_compiled_transformers_have_it(architecture: str, folder: str) -> None:
-    policy = load_nano(architecture, folder)
+    model = load_nano(architecture, folder)
 
     def count(kinds: Any) -> int:
-        return sum(isinstance(module, kinds) for module in policy.transformer.modules())
+        return sum(isinstance(module, kinds) for module in model.transformer.modules())
 
     gelus = count((nn.GELU, activations.GELU))
     assert count((LogisticGELU, ProjectedLogisticGELU)) == 0
-    compile_blocks(policy.transformer, backend="eager")
+    compile_blocks(model.transformer, backend="eager")
     assert count((LogisticGELU, ProjectedLogisticGELU)) == gelus

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import ModelMixin
 from diffusers.loaders import PeftAdapterMixin
-from nano import PROMPTS, WIDTH, load_policy, lora_config, prompts_of, random_state, relative_error
+from nano import PROMPTS, WIDTH, load_model, lora_config, prompts_of, random_state, relative_error
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners import lora as peft_lora
 from peft.tuners.lora import LoraLayer
@@ -29,13 +29,13 @@ ADAPTED = [f"single_transformer_blocks.0.attn.to_{part}" for part in "kqv"] + AT
 
 
 class Adapted(NamedTuple):
-    policy: Flux1
+    model: Flux1
     layers: dict[str, LoraLayer]
     conditioning: dict[str, Tensor]
 
     def velocity(self) -> Tensor:
-        x = self.policy.noise(torch.tensor([1, 2, 3]))
-        return self.policy.velocity(self.policy.transformer, x, torch.tensor(0.7), self.conditioning)
+        x = self.model.noise(torch.tensor([1, 2, 3]))
+        return self.model.velocity(self.model.transformer, x, torch.tensor(0.7), self.conditioning)
 
     def state(self, adapter: str) -> State:
         return lora.adapter_state(self.layers, adapter)
@@ -48,7 +48,7 @@ class Adapted(NamedTuple):
         return states
 
     def trained(self) -> set[str]:
-        return {name for name, parameter in self.policy.transformer.named_parameters() if parameter.requires_grad}
+        return {name for name, parameter in self.model.transformer.named_parameters() if parameter.requires_grad}
 
 
 def same(left: State, right: State) -> bool:
@@ -57,9 +57,9 @@ def same(left: State, right: State) -> bool:
 
 @pytest.fixture
 def adapted(nano_folder: str) -> Adapted:
-    policy = load_policy(nano_folder)
-    layers = lora.add_adapters(policy.transformer, lora_config(), seed=5)
-    return Adapted(policy, layers, policy.encode(prompts_of(PROMPTS)))
+    model = load_model(nano_folder)
+    layers = lora.add_adapters(model.transformer, lora_config(), seed=5)
+    return Adapted(model, layers, model.encode(prompts_of(PROMPTS)))
 
 
 def test_adapters_start_equal_in_float32_and_without_effect(adapted: Adapted, nano_folder: str) -> None:
@@ -71,17 +71,17 @@ def test_adapters_start_equal_in_float32_and_without_effect(adapted: Adapted, na
         assert ("lora_B" in name) == (not value.any())
         assert value.dtype == old[name].dtype == torch.float32
     assert {layer.get_base_layer().weight.dtype for layer in adapted.layers.values()} == {torch.bfloat16}
-    assert adapted.policy.transformer.dtype == torch.bfloat16  # embeddings and latents are cast to it
+    assert adapted.model.transformer.dtype == torch.bfloat16  # embeddings and latents are cast to it
     with torch.no_grad():
-        base = adapted._replace(policy=load_policy(nano_folder)).velocity()
+        base = adapted._replace(model=load_model(nano_folder)).velocity()
         assert torch.equal(adapted.velocity(), base)
-        with lora.active_adapter(adapted.policy.transformer, adapted.layers, OLD):
+        with lora.active_adapter(adapted.model.transformer, adapted.layers, OLD):
             assert torch.equal(adapted.velocity(), base)
 
 
 def test_initial_weights_depend_on_the_seed_only(nano_folder: str) -> None:
     def first(seed: int) -> Tensor:
-        layers = lora.add_adapters(load_policy(nano_folder).transformer, lora_config(), seed)
+        layers = lora.add_adapters(load_model(nano_folder).transformer, lora_config(), seed)
         return lora.adapter_state(layers, TRAINED)[f"{ADAPTED[0]}.lora_A.weight"]
 
     torch.manual_seed(1)
@@ -94,7 +94,7 @@ def test_initial_weights_depend_on_the_seed_only(nano_folder: str) -> None:
 
 def test_active_adapter_lasts_as_long_as_the_block_and_only_default_trains(adapted: Adapted) -> None:
     expected = {f"{name}.lora_{side}.default.weight" for name in ADAPTED for side in "AB"}
-    transformer = adapted.policy.transformer
+    transformer = adapted.model.transformer
     with torch.no_grad():
         base = adapted.velocity()
         adapted.load(default=1, old=2)
@@ -163,19 +163,19 @@ def test_norms_of_updates_are_those_of_the_dense_matrices(adapted: Adapted) -> N
 class Files(NamedTuple):
     """Adapters of rank 4 and alpha 8 in float32, and random weights that tests write into files; none changes them."""
 
-    policy: Flux1
+    model: Flux1
     layers: dict[str, LoraLayer]
     state: State
 
     def read(self, path: Path) -> State:
-        return lora.read_lora(path, self.policy.transformer, self.layers, self.policy.pipeline_class)
+        return lora.read_lora(path, self.model.transformer, self.layers, self.model.pipeline_class)
 
 
 @pytest.fixture(scope="module")
 def files(nano_folder: str) -> Files:
-    policy = load_policy(nano_folder, dtypes={"default": "float32"})
-    layers = lora.add_adapters(policy.transformer, lora_config(), seed=5)
-    return Files(policy, layers, random_state(lora.adapter_state(layers, TRAINED), 1))
+    model = load_model(nano_folder, dtypes={"default": "float32"})
+    layers = lora.add_adapters(model.transformer, lora_config(), seed=5)
+    return Files(model, layers, random_state(lora.adapter_state(layers, TRAINED), 1))
 
 
 def metadata(**config: Any) -> dict[str, str]:
@@ -254,31 +254,31 @@ def test_files_of_peft_and_diffusers_give_the_policy_that_saved_them(
     exact: dict[str, Any] = dict(dtypes={"default": "float32"})
     options: dict[str, Any] = dict(r=3, lora_alpha=8, init_lora_weights=False, target_modules=["to_q", "to_k"])
     torch.manual_seed(0)
-    saver = load_policy(nano_folder, **exact)
-    model = get_peft_model(saver.transformer, LoraConfig(**options | settings))
-    model.save_pretrained(tmp_path / "peft")
+    saver = load_model(nano_folder, **exact)
+    peft_model = get_peft_model(saver.transformer, LoraConfig(**options | settings))
+    peft_model.save_pretrained(tmp_path / "peft")
     weights = {
-        name.removeprefix("base_model.model."): value for name, value in get_peft_model_state_dict(model).items()
+        name.removeprefix("base_model.model."): value for name, value in get_peft_model_state_dict(peft_model).items()
     }
     Flux1.pipeline_class.save_lora_weights(
-        tmp_path / "diffusers", weights, transformer_lora_adapter_metadata=model.peft_config["default"].to_dict()
+        tmp_path / "diffusers", weights, transformer_lora_adapter_metadata=peft_model.peft_config["default"].to_dict()
     )
     conditioning = saver.encode(prompts_of(PROMPTS))
     expected = Adapted(saver, {}, conditioning).velocity().detach()
     for folder, file in zip(("diffusers", "peft"), LORA_FILES, strict=True):
-        policy = load_policy(nano_folder, **exact)
-        before = Adapted(policy, {}, conditioning).velocity()
-        trained = AdaptedTransformer(policy.transformer, lora_config(alpha=5), 0)  # also on layers that are not in it
-        trained.start_from(tmp_path / folder, policy.pipeline_class)
-        fused = load_policy(nano_folder, fused_lora=str(tmp_path / folder / file), **exact)
-        for started in (policy, fused):
+        model = load_model(nano_folder, **exact)
+        before = Adapted(model, {}, conditioning).velocity()
+        trained = AdaptedTransformer(model.transformer, lora_config(alpha=5), 0)  # also on layers that are not in it
+        trained.start_from(tmp_path / folder, model.pipeline_class)
+        fused = load_model(nano_folder, fused_lora=str(tmp_path / folder / file), **exact)
+        for started in (model, fused):
             actual = Adapted(started, {}, conditioning).velocity().detach()
             assert relative_error(actual - before, expected - before) < 1e-4
 
 
 def test_a_saved_lora_resumes_the_policy_and_needs_no_header(files: Files, tmp_path: Path) -> None:
     """Bit for bit where alpha / rank is a power of two; its alpha is the rank, which a loader without header takes."""
-    files.policy.save_lora(tmp_path, files.state, lora_config())
+    files.model.save_lora(tmp_path, files.state, lora_config())
     assert same(files.read(tmp_path), files.state)
     tensors = load_file(tmp_path / LORA_FILES[0])
     save_file(tensors, tmp_path / "bare.safetensors")
@@ -286,7 +286,7 @@ def test_a_saved_lora_resumes_the_policy_and_needs_no_header(files: Files, tmp_p
     for name in ADAPTED:
         up, down = (tensors[f"transformer.{name}.lora_{part}.weight"].double() for part in "BA")
         assert torch.equal(up @ down, update(files.state, name))
-    files.policy.save_lora(tmp_path, files.state, lora_config(alpha=3))
+    files.model.save_lora(tmp_path, files.state, lora_config(alpha=3))
     for name, value in files.read(tmp_path).items():
         factor = 3 / 8 if "lora_B" in name else 1
         torch.testing.assert_close(value, factor * files.state[name], rtol=2**-23, atol=0)
@@ -404,12 +404,12 @@ def test_what_cannot_be_read_is_named(
 def test_the_advice_of_an_error_is_one_that_works(files: Files, nano_folder: str, tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     save_file(renamed(of_rank(files.state, 4), "transformer.") | BROAD, file)
-    narrow = load_policy(nano_folder)
+    narrow = load_model(nano_folder)
     layers = lora.add_adapters(narrow.transformer, lora_config(2, targets=["to_q"]), seed=0)
     with pytest.raises(UserError, match=r"Set model.lora.target_modules=\[.*\] model.lora.rank=4.$") as raised:
         lora.read_lora(file, narrow.transformer, layers, narrow.pipeline_class)
     targets = str(raised.value).partition("[")[2].partition("]")[0].split(",")
-    wide = load_policy(nano_folder)
+    wide = load_model(nano_folder)
     layers = lora.add_adapters(wide.transformer, lora_config(4, targets=targets), seed=0)
     state = lora.read_lora(file, wide.transformer, layers, wide.pipeline_class)
     assert all(state[f"{name}.lora_B.weight"].any() for name in ADAPTED)
@@ -422,14 +422,14 @@ def test_the_advice_of_an_error_is_one_that_works(files: Files, nano_folder: str
 
 
 def test_rank_above_the_width_of_a_layer_raises(nano_folder: str) -> None:
-    transformer, message = load_policy(nano_folder).transformer, "rank=33 is invalid: .* Set model.lora.rank=32 or less"
+    transformer, message = load_model(nano_folder).transformer, "rank=33 is invalid: .* Set model.lora.rank=32 or less"
     with pytest.raises(UserError, match=message):
         lora.add_adapters(transformer, lora_config(33), seed=0)
     assert lora.add_adapters(transformer, lora_config(32), seed=0)
 
 
 def test_old_adapter_has_other_weights_for_a_block_only(nano_folder: str) -> None:
-    adapted = AdaptedTransformer(load_policy(nano_folder).transformer, lora_config(), seed=0)
+    adapted = AdaptedTransformer(load_model(nano_folder).transformer, lora_config(), seed=0)
     state = random_state(adapted.state(OLD), 1)
     old = {name: value.clone() for name, value in adapted.state(OLD).items()}
     with adapted.old(state):

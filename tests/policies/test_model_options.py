@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import instantiate
-from nano import PROMPTS, policy_class, policy_options, prompts_of
+from nano import PROMPTS, model_class, model_options, prompts_of
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
@@ -70,7 +70,7 @@ KEPT = {  # what the rule must not touch
 @pytest.fixture(scope="module")
 def real(architecture: str) -> nn.Module:
     """The transformer at its real size, without memory."""
-    shipped = find_architecture(policy_options(architecture)["pretrained"], policy_class(architecture).pipeline_class)
+    shipped = find_architecture(model_options(architecture)["pretrained"], model_class(architecture).pipeline_class)
     return build_component(shipped.components["transformer"], "meta", torch.bfloat16)
 
 
@@ -109,16 +109,16 @@ def test_shadow_covers_attention_and_mlp_of_every_block(architecture: str, real:
 def test_options_reach_the_policy(architecture: str, folder: str, compose: Compose, tmp_path: Path) -> None:
     options = (f"pretrained={folder}", "resolution=32", "max_sequence_length=10", f"embeddings={tmp_path}")
     cfg = compose(f"model={architecture}", *(f"model.{option}" for option in options))
-    policy, options = instantiate(cfg.model.policy, device="cpu"), cfg.model.policy
-    assert type(policy) is policy_class(architecture)
-    assert all(getattr(policy, key) == options[key] for key in ("resolution", "decode_batch", "variant"))
+    model, options = instantiate(cfg.model.policy, device="cpu"), cfg.model.policy
+    assert type(model) is model_class(architecture)
+    assert all(getattr(model, key) == options[key] for key in ("resolution", "decode_batch", "variant"))
     assert (
-        policy.pipeline.text_encoder is None
-        and policy.encode(prompts_of(PROMPTS))["prompt_embeds"].dtype == torch.bfloat16
+        model.pipeline.text_encoder is None
+        and model.encode(prompts_of(PROMPTS))["prompt_embeds"].dtype == torch.bfloat16
     )
     vae = torch.bfloat16 if architecture == "sana" else torch.float32
-    assert policy.pipeline.vae.dtype == vae and policy.pipeline.text_encoder.dtype == torch.bfloat16
-    assert policy.transformer.is_gradient_checkpointing
+    assert model.pipeline.vae.dtype == vae and model.pipeline.text_encoder.dtype == torch.bfloat16
+    assert model.transformer.is_gradient_checkpointing
 
 
 def test_sd3_medium_is_large_with_another_transformer(compose: Compose) -> None:
@@ -128,7 +128,7 @@ def test_sd3_medium_is_large_with_another_transformer(compose: Compose) -> None:
     small = compose("model=sd3_medium_512").model.model_dump()
     differs = {key for key in medium if medium[key] != small[key]}
     assert differs == {"resolution", "train_timestep_fraction", "micro_batch", "max_grad_norm", "policy"}
-    shipped = find_architecture(medium["pretrained"], policy_class("sd3").pipeline_class)
+    shipped = find_architecture(medium["pretrained"], model_class("sd3").pipeline_class)
     transformer = build_component(shipped.components["transformer"], "meta", torch.bfloat16)
     lora = LoraConfig(target_modules=medium["lora"]["target_modules"])
     adapted = {name for name, _ in transformer.named_modules() if check_target_module_exists(lora, name)}

@@ -40,12 +40,12 @@ def message_of(pretrained: str | Path) -> str:
 
 def test_decoder_is_as_saved_frozen_and_in_the_dtype_of_the_vae(nano_folder: str, decoder_folder: str) -> None:
     dtypes = {"vae": "bfloat16", "default": "float32"}
-    policy = load_nano("flux1", nano_folder, preview_decoder=decoder_folder, dtypes=dtypes)
+    model = load_nano("flux1", nano_folder, preview_decoder=decoder_folder, dtypes=dtypes)
     expected = AutoencoderTiny.from_pretrained(decoder_folder, dtype=torch.bfloat16).state_dict()
-    weights = policy.preview_decoder.state_dict()
+    weights = model.preview_decoder.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in expected.items()) and len(weights) == len(expected)
-    assert not any(parameter.requires_grad for parameter in policy.preview_decoder.parameters())
-    assert policy.preview(policy.noise(torch.tensor([1]))).dtype == torch.float32
+    assert not any(parameter.requires_grad for parameter in model.preview_decoder.parameters())
+    assert model.preview(model.noise(torch.tensor([1]))).dtype == torch.float32
     assert load_nano("flux1", nano_folder).preview_decoder is None
 
 
@@ -119,8 +119,8 @@ def test_random_weights_have_the_shapes_of_the_published_ones(nano_folder: str) 
     assert shapes[0] == shapes[1]
     images = decoder.decode(torch.randn(2, 16, 4, 4)).sample
     assert images.shape == (2, 3, 32, 32) and images.isfinite().all() and images.std() > 0.01
-    policy = load_nano("flux1", nano_folder, weights="random", preview_decoder="nobody/nothing")
-    assert policy.preview(policy.noise(torch.arange(2))).shape == (2, 3, 32, 32)
+    model = load_nano("flux1", nano_folder, weights="random", preview_decoder="nobody/nothing")
+    assert model.preview(model.noise(torch.arange(2))).shape == (2, 3, 32, 32)
 
 
 def test_option_reaches_the_policies_that_have_it(

@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit: a prompt has an input image, and what diffusers' pipeline paints is what the policy samples."""
+"""Qwen-Image-Edit: a prompt has an input image, and what diffusers' pipeline paints is what the model samples."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import QwenImageEditPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
-from nano import ATTENTION, load_nano, lora_config, policy_class, policy_options, prompts_of, random_state
+from nano import ATTENTION, load_nano, lora_config, model_class, model_options, prompts_of, random_state
 from PIL import Image
 from torch import Tensor
 
@@ -65,27 +65,25 @@ def theirs(folder_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def load(folder: str, **options: Any) -> QwenImageEdit:
-    policy = load_nano("qwen_image_edit", folder, **{"dtypes": FLOAT32, "max_sequence_length": LENGTH} | options)
-    assert isinstance(policy, QwenImageEdit)
-    return policy
+    model = load_nano("qwen_image_edit", folder, **{"dtypes": FLOAT32, "max_sequence_length": LENGTH} | options)
+    assert isinstance(model, QwenImageEdit)
+    return model
 
 
-def sample(policy: QwenImageEdit, prompts: list[Prompt], seeds: Tensor = SEEDS) -> Tensor:
-    conditioning = policy.encode(prompts)
+def sample(model: QwenImageEdit, prompts: list[Prompt], seeds: Tensor = SEEDS) -> Tensor:
+    conditioning = model.encode(prompts)
     with torch.no_grad():
         return integrate(
-            lambda x, sigma: policy.guided_velocity(policy.transformer, x, sigma, conditioning),
-            policy.noise(seeds),
-            policy.sigmas(STEPS),
+            lambda x, sigma: model.guided_velocity(model.transformer, x, sigma, conditioning),
+            model.noise(seeds),
+            model.sigmas(STEPS),
         )
 
 
-def paint(
-    policy: QwenImageEdit, pipeline: QwenImageEditPipeline, edits: PromptSets, row: int, **options: Any
-) -> Tensor:
+def paint(model: QwenImageEdit, pipeline: QwenImageEditPipeline, edits: PromptSets, row: int, **options: Any) -> Tensor:
     """What the pipeline makes of one prompt, whose image it resizes and whose embedding it does not pad."""
     options = dict(true_cfg_scale=1.0, output_type="latent") | options
-    options |= dict(num_inference_steps=STEPS, height=32, width=32, latents=policy.noise(SEEDS[row : row + 1]))
+    options |= dict(num_inference_steps=STEPS, height=32, width=32, latents=model.noise(SEEDS[row : row + 1]))
     images: Tensor = pipeline(square(edits, row), TEXTS[row], **options).images
     return images
 
@@ -94,36 +92,36 @@ def paint(
 def test_images_match_the_diffusers_pipeline(
     folder_of: Callable[[str], str], edits: PromptSets, theirs: QwenImageEditPipeline, scale: float
 ) -> None:
-    policy = load(folder_of("qwen_image_edit"), guidance_scale=scale)
-    together = sample(policy, edits.train)
+    model = load(folder_of("qwen_image_edit"), guidance_scale=scale)
+    together = sample(model, edits.train)
     options: dict[str, Any] = dict(true_cfg_scale=scale, negative_prompt="") if scale > 1 else {}
     for row, (prompt, text) in enumerate(zip(edits.train, TEXTS, strict=True)):
-        latents = paint(policy, theirs, edits, row, **options)
-        policy.max_sequence_length = len(text.split()) + 7  # no padding, but of the empty text
-        alone = sample(policy, [prompt], SEEDS[row : row + 1])
+        latents = paint(model, theirs, edits, row, **options)
+        model.max_sequence_length = len(text.split()) + 7  # no padding, but of the empty text
+        alone = sample(model, [prompt], SEEDS[row : row + 1])
         if scale == 1:
             assert torch.equal(alone, latents)
         torch.testing.assert_close(alone, latents, rtol=0, atol=1e-5)
         torch.testing.assert_close(together[row : row + 1], latents, rtol=0, atol=1e-5)
-        expected = paint(policy, theirs, edits, row, output_type="pt", **options)
-        torch.testing.assert_close(policy.decode(alone), expected, rtol=0, atol=1e-5)
+        expected = paint(model, theirs, edits, row, output_type="pt", **options)
+        torch.testing.assert_close(model.decode(alone), expected, rtol=0, atol=1e-5)
     images = [prompt.metadata for prompt in edits.train[::-1]]
     swapped = [replace(prompt, metadata=metadata) for prompt, metadata in zip(edits.train, images, strict=True)]
-    assert (sample(policy, swapped) - together)[0].abs().max() > 1e-3  # another image
+    assert (sample(model, swapped) - together)[0].abs().max() > 1e-3  # another image
 
 
 def test_saved_lora_paints_the_same_in_diffusers(
     folder_of: Callable[[str], str], edits: PromptSets, theirs: QwenImageEditPipeline, tmp_path: Path
 ) -> None:
-    policy = load(folder_of("qwen_image_edit"), max_sequence_length=len(TEXTS[0].split()) + 7)
-    layers = lora.add_adapters(policy.transformer, lora_config(rank=4, alpha=12, targets=ATTENTION), seed=0)
+    model = load(folder_of("qwen_image_edit"), max_sequence_length=len(TEXTS[0].split()) + 7)
+    layers = lora.add_adapters(model.transformer, lora_config(rank=4, alpha=12, targets=ATTENTION), seed=0)
     state = random_state(lora.adapter_state(layers, TRAINED), seed=6)
-    without = sample(policy, edits.train[:1], SEEDS[:1])
+    without = sample(model, edits.train[:1], SEEDS[:1])
     lora.load_state(layers, TRAINED, state)
-    policy.save_lora(tmp_path, state, lora_config(rank=4, alpha=12, targets=ATTENTION))
+    model.save_lora(tmp_path, state, lora_config(rank=4, alpha=12, targets=ATTENTION))
     theirs.load_lora_weights(tmp_path)
-    latents = sample(policy, edits.train[:1], SEEDS[:1])
-    torch.testing.assert_close(latents, paint(policy, theirs, edits, 0), rtol=0, atol=1e-4)
+    latents = sample(model, edits.train[:1], SEEDS[:1])
+    torch.testing.assert_close(latents, paint(model, theirs, edits, 0), rtol=0, atol=1e-4)
     assert (latents - without).abs().max() > 0.02
 
 
@@ -152,32 +150,32 @@ def test_embeddings_are_cached_by_text_and_content_of_the_image(
 
 def test_random_weights_need_no_image(folder_of: Callable[[str], str]) -> None:
     for scale, names in ((1.0, 3), (4.0, 5)):
-        policy = load_nano("qwen_image_edit", folder_of("qwen_image_edit"), weights="random", guidance_scale=scale)
-        conditioning = policy.encode(prompts_of(TEXTS))
+        model = load_nano("qwen_image_edit", folder_of("qwen_image_edit"), weights="random", guidance_scale=scale)
+        conditioning = model.encode(prompts_of(TEXTS))
         assert len(conditioning) == names and conditioning["prompt_embeds"].shape == (3, 4 + 10, 64)
         with torch.no_grad():
-            velocity = policy.guided_velocity(policy.transformer, policy.noise(SEEDS), torch.tensor(0.5), conditioning)
+            velocity = model.guided_velocity(model.transformer, model.noise(SEEDS), torch.tensor(0.5), conditioning)
         assert velocity.shape == (3, 16, 64)
 
 
 def test_prompt_without_an_image_and_a_damaged_image_raise(
     folder_of: Callable[[str], str], edits: PromptSets, tmp_path: Path
 ) -> None:
-    policy = load(folder_of("qwen_image_edit"))
+    model = load(folder_of("qwen_image_edit"))
     with pytest.raises(UserError, match="the prompt 'a circle' is invalid: this model edits an image, and .* has none"):
-        policy.encode([edits.train[0], Prompt("a circle")])
+        model.encode([edits.train[0], Prompt("a circle")])
     png = Path(str(edits.train[0].input_image)).read_bytes()
     (tmp_path / "half.png").write_bytes(png[: len(png) // 2])
     half = Prompt("a", {"input_image": str(tmp_path / "half.png")}, image="half.png")
     with pytest.raises(UserError, match="the input image .*half.png cannot be read: .* Write the file again"):
-        policy.encode([half])
+        model.encode([half])
 
 
 def test_it_is_qwen_image_with_an_image(compose: Callable[..., Run]) -> None:
     image, edit = (compose(f"model={name}").model.model_dump() for name in ("qwen_image", "qwen_image_edit"))
     assert {key for key in edit if edit[key] != image[key]} == {"pretrained", "input_image", "data", "policy"}
     assert edit["policy"].keys() == image["policy"].keys()
-    parts = [find_architecture(f"Qwen/{name}", policy_class(model).pipeline_class).components for name, model in MODELS]
+    parts = [find_architecture(f"Qwen/{name}", model_class(model).pipeline_class).components for name, model in MODELS]
     assert parts[0] == parts[1]
-    policy = QwenImageEdit(**policy_options("qwen_image_edit") | {"weights": "random", "device": "meta"})
-    assert policy.prompt_length == 18**2 + 128 and policy.latent_shape == (32 * 32, 64)
+    model = QwenImageEdit(**model_options("qwen_image_edit") | {"weights": "random", "device": "meta"})
+    assert model.prompt_length == 18**2 + 128 and model.latent_shape == (32 * 32, 64)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from nano import PROMPTS, load_nano, load_policy, prompts_of
+from nano import PROMPTS, load_model, load_nano, prompts_of
 from torch import nn
 
 from solrl_lightning.errors import UserError
@@ -52,7 +52,7 @@ def shipped(name: str) -> dict[str, Component]:
 
 
 @pytest.fixture(scope="module")
-def policy(architecture: str, folder: str) -> PipelineAdapter:
+def model(architecture: str, folder: str) -> PipelineAdapter:
     return load_nano(architecture, folder, weights="random", embeddings="unused")
 
 
@@ -95,7 +95,7 @@ def test_unknown_hub_id_and_another_pipeline_raise() -> None:
 
 
 def test_embedded_model_is_built_from_its_config_files() -> None:
-    trained = load_policy("tiny")
+    trained = load_model("tiny")
     parts = read_architecture(Path(trained.pretrained)).components
     built, weights = build_component(parts["transformer"], "meta").state_dict(), trained.transformer.state_dict()
     assert {name: value.shape for name, value in built.items()} == {name: w.shape for name, w in weights.items()}
@@ -142,22 +142,22 @@ def test_weights_are_random_biases_zero_and_norms_one() -> None:
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-def test_random_policy_samples_and_decodes(policy: PipelineAdapter) -> None:
-    assert policy.transformer.dtype == torch.bfloat16
-    conditioning = policy.encode(prompts_of(PROMPTS[:2]))
+def test_random_policy_samples_and_decodes(model: PipelineAdapter) -> None:
+    assert model.transformer.dtype == torch.bfloat16
+    conditioning = model.encode(prompts_of(PROMPTS[:2]))
     with torch.no_grad():
         latents = integrate(
-            lambda x, sigma: policy.velocity(policy.transformer, x, sigma, conditioning),
-            policy.noise(torch.tensor([1, 2])),
-            policy.sigmas(2),
+            lambda x, sigma: model.velocity(model.transformer, x, sigma, conditioning),
+            model.noise(torch.tensor([1, 2])),
+            model.sigmas(2),
         )
-    images = policy.decode(latents)
+    images = model.decode(latents)
     assert (len(images), *images.shape[-3:]) == (2, 3, 32, 32)
     assert images.isfinite().all() and float(images.std()) > 0.01
 
 
-def test_random_embedding_depends_on_its_prompt_alone(policy: PipelineAdapter, architecture: str) -> None:
-    forwards, backwards = policy.encode(prompts_of(PROMPTS)), policy.encode(prompts_of(PROMPTS[::-1]))
+def test_random_embedding_depends_on_its_prompt_alone(model: PipelineAdapter, architecture: str) -> None:
+    forwards, backwards = model.encode(prompts_of(PROMPTS)), model.encode(prompts_of(PROMPTS[::-1]))
     assert {name: tuple(value.shape[1:]) for name, value in forwards.items()} == EMBEDDINGS[architecture]
     for name, value in forwards.items():
         assert torch.equal(value, backwards[name].flip(0)), name
@@ -167,7 +167,7 @@ def test_random_embedding_depends_on_its_prompt_alone(policy: PipelineAdapter, a
 def test_policy_of_real_size_on_meta_takes_no_memory() -> None:
     options: dict[str, Any] = dict(max_sequence_length=300, decode_batch=1, flow_shift=1.0, weights="random")
     options |= dict(dtypes={"transformer": "bfloat16", "default": "float32"}, device="meta")
-    policy = Sana(SANA, 1024, **options)
-    assert all(p.is_meta for p in [*policy.transformer.parameters(), *policy.pipeline.vae.parameters()])
-    shapes = {name: (value.shape, value.is_meta) for name, value in policy.encode(prompts_of(["a prompt"])).items()}
+    model = Sana(SANA, 1024, **options)
+    assert all(p.is_meta for p in [*model.transformer.parameters(), *model.pipeline.vae.parameters()])
+    shapes = {name: (value.shape, value.is_meta) for name, value in model.encode(prompts_of(["a prompt"])).items()}
     assert shapes == {"prompt_embeds": ((1, 300, 2304), True), "prompt_mask": ((1, 300), True)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from nano import PROMPTS, load_nano, policy_class
+from nano import PROMPTS, load_nano, model_class
 from torch import Tensor
 
 from solrl_lightning.errors import UserError
@@ -91,26 +91,26 @@ def copied(folder_of: FolderOf, tmp_path: Path) -> Callable[[str], Path]:
     return lambda model: Path(shutil.copytree(folder_of(model), tmp_path / model))
 
 
-@pytest.mark.parametrize("model", ALL)
-def test_honoured_settings_give_the_levels_of_the_pipeline(model: str, copied: Callable[[str], Path]) -> None:
-    folder = copied(model)
+@pytest.mark.parametrize("architecture", ALL)
+def test_honoured_settings_give_the_levels_of_the_pipeline(architecture: str, copied: Callable[[str], Path]) -> None:
+    folder = copied(architecture)
     write_scheduler(folder, {})
-    policy = load_nano(model, str(folder))
-    pipeline = policy.pipeline
+    model = load_nano(architecture, str(folder))
+    pipeline = model.pipeline
     original = pipeline.scheduler
-    options = policy.call_options | ({"num_frames": 5} if model == "wan" else {})
+    options = model.call_options | ({"num_frames": 5} if architecture == "wan" else {})
     for values, models in HONOURED:
-        if model not in models:
+        if architecture not in models:
             continue
         pipeline.scheduler = original.from_config(original.config, **values)
         for steps in (1, 2, 7):
-            ours = policy.sigmas(steps)
+            ours = model.sigmas(steps)
             if steps == 1 and pipeline.scheduler.config.shift_terminal:
                 assert ours.tolist() == [1, 0]  # where diffusers divides by zero
                 continue
-            theirs = levels_of_pipeline(pipeline, policy.resolution, steps, **options)
+            theirs = levels_of_pipeline(pipeline, model.resolution, steps, **options)
             assert torch.equal(ours, theirs), (values, steps)
-        assert np.all(np.diff(policy.sigmas(7).numpy()) < 0), values
+        assert np.all(np.diff(model.sigmas(7).numpy()) < 0), values
 
 
 @pytest.mark.parametrize("model", ALL)
@@ -156,4 +156,4 @@ def test_model_scheduler_is_checked(
 
 
 def test_every_policy_names_its_schedulers() -> None:
-    assert policy_class("sana").schedulers == {} and set(policy_class("wan").schedulers) == {EULER, UNIPC}
+    assert model_class("sana").schedulers == {} and set(model_class("wan").schedulers) == {EULER, UNIPC}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nano import BUILDERS, EDITORS, PROMPTS, load_nano, policy_class, prompts_of
+from nano import BUILDERS, EDITORS, PROMPTS, load_nano, model_class, prompts_of
 from take_away import take_each_file_away
 
 from solrl_lightning.errors import UserError
@@ -15,22 +15,23 @@ from solrl_lightning.policies.loading import fetch, load_module, load_pipeline
 FolderOf = Callable[[str], str]
 
 
-@pytest.mark.parametrize("model", sorted(BUILDERS | EDITORS))
-def test_a_file_that_is_missing_is_named_or_makes_no_difference(model: str, folder_of: FolderOf) -> None:
-    folder = Path(folder_of(model))
+@pytest.mark.parametrize("architecture", sorted(BUILDERS | EDITORS))
+def test_a_file_that_is_missing_is_named_or_makes_no_difference(architecture: str, folder_of: FolderOf) -> None:
+    folder = Path(folder_of(architecture))
 
     def embeddings_and_levels() -> list[torch.Tensor]:
-        fetch(policy_class(model).pipeline_class, str(folder))
-        if model in EDITORS:  # whose prompts need images
+        fetch(model_class(architecture).pipeline_class, str(folder))
+        if architecture in EDITORS:  # whose prompts need images
             return []
-        policy = load_nano(model, str(folder), max_sequence_length=40 if model in ("flux2", "z_image") else 10)
-        return [policy.sigmas(4), *policy.encode(prompts_of(PROMPTS)).values()]
+        length = 40 if architecture in ("flux2", "z_image") else 10
+        model = load_nano(architecture, str(folder), max_sequence_length=length)
+        return [model.sigmas(4), *model.encode(prompts_of(PROMPTS)).values()]
 
     take_each_file_away(folder, embeddings_and_levels, leave=".safetensors")  # test_loading takes them
 
 
 def test_weights_of_another_variant_and_quantised_ones_are_one_line(folder_of: FolderOf, tmp_path: Path) -> None:
-    pipeline = load_pipeline(policy_class("flux1").pipeline_class, folder_of("flux1"))
+    pipeline = load_pipeline(model_class("flux1").pipeline_class, folder_of("flux1"))
     pipeline.transformer.save_pretrained(tmp_path, variant="fp16")
     with pytest.raises(UserError, match=r"model.variant=null is invalid: .* Set model.variant=fp16\."):
         load_module(type(pipeline.transformer), tmp_path, torch.float32)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from nano import load_policy, prompts_of
+from nano import load_model, prompts_of
 from pretrain import build_pipeline
 
 from solrl_lightning.metrics.rank import rank_fidelity
@@ -24,17 +24,17 @@ EACH = 12  # images of a prompt, of which a reward makes an order
 
 @pytest.fixture(scope="module")
 def tiny() -> Flux1:
-    return load_policy("tiny", decode_batch=16, preview_decoder="tiny")
+    return load_model("tiny", decode_batch=16, preview_decoder="tiny")
 
 
-def scored(policy: Flux1, captions: list[str]) -> Candidates:
+def scored(model: Flux1, captions: list[str]) -> Candidates:
     """Two images of each held-out prompt, painted from ``captions``."""
     seeds = evaluation_seeds(0, HELD_OUT, 2)
-    prompts = EncodedPrompts(prompts_of(HELD_OUT), policy.encode(prompts_of(captions)))
+    prompts = EncodedPrompts(prompts_of(HELD_OUT), model.encode(prompts_of(captions)))
     stage = Stage(sampler="merged", steps=6, solver="euler")
     rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
-    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(16, False), prompts, seeds, stage)
-    score = partial(score_images, policy.decode)
+    chunks = iter_sampled_chunks(model, model.transformer, BatchSize(16, False), prompts, seeds, stage)
+    score = partial(score_images, model.decode)
     return score_chunks(chunks, prompts, seeds, rewards, score, lambda done, total: None, inline_worker)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nano import PROMPTS, adapters, load_policy, prompts_of, save_nano
+from nano import PROMPTS, adapters, load_model, prompts_of, save_nano
 from torch import Tensor, nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -112,11 +112,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
-    policy = load_policy(folder, device=device)
+    model = load_model(folder, device=device)
     rule = QuantizationRule(["transformer_blocks.*", "single_transformer_blocks.*"])
-    transformers = replicate(policy, adapters(), 2, False, False, True, backend, rule)
+    transformers = replicate(model, adapters(), 2, False, False, True, backend, rule)
     return SolRLModule(
-        policy,
+        model,
         transformers,
         rewards=WeightedRewards({}, {}),
         objective=NFT(beta=1.0, kl_weight=1e-4, advantage_clip=5.0, timestep_fraction=0.5),
@@ -133,7 +133,7 @@ def test_rollout_chunk_stays_on_gpu(blackwell: None, folder: str) -> None:
     prompts, seeds = module.encode(prompts_of(PROMPTS[:1])), pool_seeds(0, 0, PROMPTS[:1], 2)
     stage = Stage(sampler="merged", steps=2, solver="dpm2")
     chunks = list(module.transformers.samplers["shadow"].sample(prompts, seeds, stage))
-    (index, state, *_), images = chunks[0], module.policy.decode(chunks[0].state.x)
+    (index, state, *_), images = chunks[0], module.model.decode(chunks[0].state.x)
     assert index.tolist() == [0, 1] and len(chunks) == 1
     assert state.x.shape == (2, 16, 32) and images.shape == (2, 3, 32, 32)
     for values in (state.x, images):
@@ -146,9 +146,9 @@ def test_training_step_stays_on_gpu(blackwell: None, folder: str, monkeypatch: p
     module = module_on(device, folder, backend_of("bf16", "auto"))
     monkeypatch.setattr(module, "log_dict", lambda *arguments, **options: None)  # no trainer
     seeds, scores = pool_seeds(0, 0, PROMPTS[:1], 2), torch.zeros(1, 2)
-    latents = torch.empty(1, 2, *module.policy.latent_shape, device=device)  # type: ignore[attr-defined]
+    latents = torch.empty(1, 2, *module.model.latent_shape, device=device)  # type: ignore[attr-defined]
     rollouts = Rollouts(prompts_of(PROMPTS[:1]), seeds, latents, scores, scores, scores.unsqueeze(-1), scores)
-    sigmas, plan = module.policy.sigmas(4), plan_micro_batches(1, rows_per_prompt=4, micro_batch=4, ranks=1)
+    sigmas, plan = module.model.sigmas(4), plan_micro_batches(1, rows_per_prompt=4, micro_batch=4, ranks=1)
     (batch,) = MicroBatches(rollouts, module.encode(prompts_of(PROMPTS[:1])), sigmas, module.objective, plan)
     loss = module.training_step(batch, 0)
     assert loss.requires_grad and loss.shape == () and loss.dtype == torch.float32 and loss.device.type == device

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from exact_formats import LAYERS
-from nano import PROMPTS, load_policy, prompts_of, relative_error
+from nano import PROMPTS, load_model, prompts_of, relative_error
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -84,7 +84,7 @@ def test_token_is_independent_of_batch(layer_cls: Any) -> None:
 
 @pytest.fixture(scope="module")
 def tiny() -> Flux1:
-    return load_policy("tiny")
+    return load_model("tiny")
 
 
 @pytest.mark.parametrize("precision", ["nvfp4", "int8"])

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from nano import PROMPTS, load_policy, prompts_of, relative_error, save_nano
+from nano import PROMPTS, load_model, prompts_of, relative_error, save_nano
 from torch import Tensor, nn
 
 from solrl_lightning.data.prompt import Prompt, identities
@@ -64,8 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def policy(folder: str) -> Recorder:
-    return load_policy(folder, policy_class=Recorder)
+def model(folder: str) -> Recorder:
+    return load_model(folder, model_class=Recorder)
 
 
 def brightness(images: Tensor, prompts: list[str]) -> Tensor:
@@ -89,7 +89,7 @@ class Made(Reward):
 
 
 def run(
-    policy: Flux1,
+    model: Flux1,
     batch: int | BatchSize = 4,
     solver: str = "euler",
     reward: Callable[[Tensor, list[str]], Tensor] = brightness,
@@ -106,11 +106,11 @@ def run(
 ) -> Candidates:
     """Samples ``seeds`` in batches, which are of a fixed size unless a `BatchSize` says otherwise."""
     batch_size = batch if isinstance(batch, BatchSize) else BatchSize(batch, True)
-    prompts = EncodedPrompts(prompts_of(texts), policy.encode(prompts_of(texts)))
+    prompts = EncodedPrompts(prompts_of(texts), model.encode(prompts_of(texts)))
     stage = Stage(sampler="merged", steps=steps, stop_after=stop_after).but(solver=solver)
-    chunks = iter_sampled_chunks(policy, policy.transformer, batch_size, prompts, seeds, stage, initial_state)
-    score = partial(score_images, decode or policy.decode, or_nan=only_ranks)
-    worker = partial(background_worker, policy.device) if overlap else inline_worker
+    chunks = iter_sampled_chunks(model, model.transformer, batch_size, prompts, seeds, stage, initial_state)
+    score = partial(score_images, decode or model.decode, or_nan=only_ranks)
+    worker = partial(background_worker, model.device) if overlap else inline_worker
     rewards = WeightedRewards({"made": Made(reward)}, {"made": 1.0})
     return score_chunks(chunks, prompts, seeds, rewards, score, progress, worker, with_states)
 
@@ -119,10 +119,10 @@ SIZES = [(1, False), (4, False), (4, True), (15, True), (96, False), (96, True)]
 
 
 @pytest.mark.parametrize(("batch", "fixed_batch"), SIZES)
-def test_result_is_independent_of_chunks_and_padding(policy: Recorder, batch: int, fixed_batch: bool) -> None:
-    whole = run(policy, BatchSize(15, False))
-    policy.seeds, policy.rows, progress = [], [], []
-    actual = run(policy, BatchSize(batch, fixed_batch), progress=lambda done, total: progress.append((done, total)))
+def test_result_is_independent_of_chunks_and_padding(model: Recorder, batch: int, fixed_batch: bool) -> None:
+    whole = run(model, BatchSize(15, False))
+    model.seeds, model.rows, progress = [], [], []
+    actual = run(model, BatchSize(batch, fixed_batch), progress=lambda done, total: progress.append((done, total)))
     assert torch.equal(actual.seeds, SEEDS)
     assert actual.x0.shape == (3, 5, 16, 32) and actual.x0.dtype == torch.float32
     assert actual.rewards.shape == (3, 5) and actual.rewards.dtype == torch.float32
@@ -132,41 +132,41 @@ def test_result_is_independent_of_chunks_and_padding(policy: Recorder, batch: in
     assert progress == [(done, 15) for done in (*range(0, 15, batch), 15)]
 
     chunks = [SEEDS.flatten().tolist()[first : first + batch] for first in range(0, 15, batch)]
-    assert [seen[: len(chunk)] for seen, chunk in zip(policy.seeds, chunks, strict=True)] == chunks
+    assert [seen[: len(chunk)] for seen, chunk in zip(model.seeds, chunks, strict=True)] == chunks
     sizes = [batch if fixed_batch else len(chunk) for chunk in chunks]
-    assert [len(seen) for seen in policy.seeds] == sizes
-    assert policy.rows == [size for size in sizes for _ in range(2)]  # two solver steps each
+    assert [len(seen) for seen in model.seeds] == sizes
+    assert model.rows == [size for size in sizes for _ in range(2)]  # two solver steps each
 
 
-def test_candidate_is_sampled_from_its_prompt_and_seed(policy: Recorder) -> None:
-    policy.transformer.float()  # so that rounding does not hide a wrong row
-    pool = run(policy, 4, "dpm2")
+def test_candidate_is_sampled_from_its_prompt_and_seed(model: Recorder) -> None:
+    model.transformer.float()  # so that rounding does not hide a wrong row
+    pool = run(model, 4, "dpm2")
     for row, column in ((0, 0), (0, 4), (1, 2), (2, 4)):
         seeds = SEEDS[row, column].view(1, 1)
-        alone = run(policy, 1, "dpm2", seeds=seeds, texts=[PROMPTS[row]])
+        alone = run(model, 1, "dpm2", seeds=seeds, texts=[PROMPTS[row]])
         torch.testing.assert_close(alone.x0[0, 0], pool.x0[row, column], rtol=0, atol=1e-4)
         torch.testing.assert_close(alone.rewards[0, 0], pool.rewards[row, column], rtol=0, atol=1e-4)
-    wrong_prompt = run(policy, 1, "dpm2", seeds=seeds, texts=[PROMPTS[0]])
+    wrong_prompt = run(model, 1, "dpm2", seeds=seeds, texts=[PROMPTS[0]])
     assert (wrong_prompt.x0[0, 0] - pool.x0[2, 4]).abs().max() > 1e-2
 
 
-def test_reward_receives_decoded_images_with_their_prompts(policy: Recorder) -> None:
+def test_reward_receives_decoded_images_with_their_prompts(model: Recorder) -> None:
     seen: list[tuple[Tensor, list[str]]] = []
 
     def reward(images: Tensor, prompts: list[str]) -> Tensor:
         seen.append((images, prompts))
         return brightness(images, prompts).double()
 
-    actual = run(policy, reward=reward)
+    actual = run(model, reward=reward)
     assert [len(prompts) for _, prompts in seen] == [4, 4, 4, 3]  # never the padding
     assert [prompt for _, prompts in seen for prompt in prompts] == TEXTS
     images = torch.cat([images for images, _ in seen])
     assert images.shape == (15, 3, 32, 32)
-    torch.testing.assert_close(images, policy.decode(actual.x0.flatten(0, 1)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(images, model.decode(actual.x0.flatten(0, 1)), rtol=0, atol=1e-5)
     torch.testing.assert_close(actual.rewards.flatten(), brightness(images, []), rtol=0, atol=1e-6)
 
 
-def test_prompts_of_equal_text_are_scored_with_their_own_metadata(policy: Recorder) -> None:
+def test_prompts_of_equal_text_are_scored_with_their_own_metadata(model: Recorder) -> None:
     class Counting(Reward):
         def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
             return torch.tensor([row["n"] for row in metadata])
@@ -174,49 +174,49 @@ def test_prompts_of_equal_text_are_scored_with_their_own_metadata(policy: Record
     prompts = [Prompt("a star", {"n": number}) for number in (1, 2)]
     assert len(set(prompts)) == 2 and len(set(identities(prompts))) == 1
     assert pickle.loads(pickle.dumps(prompts)) == prompts
-    everything = EncodedPrompts(prompts, policy.encode(prompts))
+    everything = EncodedPrompts(prompts, model.encode(prompts))
     encoded = everything.gather(torch.tensor([everything.prompts.index(prompt) for prompt in prompts]))
     seeds, stage = pool_seeds(0, 0, identities(prompts), 3), Stage(sampler="merged", steps=1, solver="euler")
-    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(4, False), encoded, seeds, stage)
-    rewards, score = WeightedRewards({"n": Counting()}, {"n": 1.0}), partial(score_images, policy.decode)
+    chunks = iter_sampled_chunks(model, model.transformer, BatchSize(4, False), encoded, seeds, stage)
+    rewards, score = WeightedRewards({"n": Counting()}, {"n": 1.0}), partial(score_images, model.decode)
     actual = score_chunks(chunks, encoded, seeds, rewards, score, lambda done, total: None, inline_worker)
     assert actual.rewards.tolist() == [[1.0] * 3, [2.0] * 3]
     torch.testing.assert_close(actual.x0[0], actual.x0[1], rtol=0, atol=1e-5)  # the text and the seeds are equal
 
 
-def test_latents_are_usable_by_autograd_and_have_no_graph(policy: Recorder) -> None:
-    policy.transformer.requires_grad_(True)
-    actual = run(policy, 8)
+def test_latents_are_usable_by_autograd_and_have_no_graph(model: Recorder) -> None:
+    model.transformer.requires_grad_(True)
+    actual = run(model, 8)
     assert not actual.x0.requires_grad and not actual.x0.is_inference()
     weight = torch.ones((), requires_grad=True)
     (weight * actual.x0).sum().backward()
     assert weight.grad is not None
 
 
-def test_chunks_are_yielded_one_at_a_time(policy: Recorder) -> None:
-    prompts = EncodedPrompts(prompts_of(PROMPTS), policy.encode(prompts_of(PROMPTS)))
+def test_chunks_are_yielded_one_at_a_time(model: Recorder) -> None:
+    prompts = EncodedPrompts(prompts_of(PROMPTS), model.encode(prompts_of(PROMPTS)))
     stage = Stage(sampler="merged", steps=1, solver="euler")
-    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(6, True), prompts, SEEDS, stage)
+    chunks = iter_sampled_chunks(model, model.transformer, BatchSize(6, True), prompts, SEEDS, stage)
     index, state, *_ = next(chunks)
-    assert index.tolist() == list(range(6)) and len(state.x) == 6 and len(policy.seeds) == 1
+    assert index.tolist() == list(range(6)) and len(state.x) == 6 and len(model.seeds) == 1
     assert torch.is_grad_enabled()  # also between two chunks
     rest = [(index.tolist(), len(state.x)) for index, state, *_ in chunks]
     assert rest == [(list(range(6, 12)), 6), (list(range(12, 15)), 3)]
 
 
 @pytest.mark.parametrize(("position", "value"), [(0, torch.nan), (7, torch.inf), (14, -torch.inf)])
-def test_non_finite_reward_error_names_prompt_and_seed(policy: Recorder, position: int, value: float) -> None:
+def test_non_finite_reward_error_names_prompt_and_seed(model: Recorder, position: int, value: float) -> None:
     scores = torch.zeros(15)
     scores[position] = value
     chunks = iter(scores.split(4))
     with pytest.raises(NonFiniteError) as stopped:
-        run(policy, reward=lambda images, prompts: next(chunks))
+        run(model, reward=lambda images, prompts: next(chunks))
     message = str(stopped.value)
     assert f"reward made is {value}" in message
     assert repr(TEXTS[position]) in message and f"seed {SEEDS.flatten()[position]}. Correct" in message
 
 
-def test_background_worker_gives_same_scores_as_inline_worker(policy: Recorder) -> None:
+def test_background_worker_gives_same_scores_as_inline_worker(model: Recorder) -> None:
     threads: list[str] = []
 
     def reward(images: Tensor, prompts: list[str]) -> Tensor:
@@ -224,12 +224,12 @@ def test_background_worker_gives_same_scores_as_inline_worker(policy: Recorder) 
         threads.append(threading.current_thread().name)
         return brightness(images, prompts)
 
-    plain = run(policy)
-    actual = run(policy, reward=reward, overlap=True)
+    plain = run(model)
+    actual = run(model, reward=reward, overlap=True)
     assert torch.equal(actual.x0, plain.x0) and torch.equal(actual.rewards, plain.rewards)
     assert len(threads) == 4 and len(set(threads)) == 1 and threads[0] != threading.current_thread().name
     with pytest.raises(NonFiniteError, match=rf"reward made is nan .*{TEXTS[0]}.* seed {int(SEEDS[0, 0])}\."):
-        run(policy, reward=nan, overlap=True)
+        run(model, reward=nan, overlap=True)
 
 
 def test_check_finite_names_first_non_finite_value() -> None:
@@ -242,19 +242,19 @@ def test_check_finite_names_first_non_finite_value() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_latents_that_nothing_reads_are_freed_chunk_by_chunk(policy: Recorder, overlap: bool) -> None:
+def test_latents_that_nothing_reads_are_freed_chunk_by_chunk(model: Recorder, overlap: bool) -> None:
     decoded: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
     def decode(x0: Tensor) -> Tensor:
         alive.append(sum(latents() is not None for latents in decoded))
         decoded.append(weakref.ref(x0))
-        return policy.decode(x0)
+        return model.decode(x0)
 
     def run_with(with_states: bool) -> Candidates:
         decoded.clear()
         alive.clear()
-        return run(policy, BatchSize(3, False), decode=decode, overlap=overlap, with_states=with_states)
+        return run(model, BatchSize(3, False), decode=decode, overlap=overlap, with_states=with_states)
 
     whole = run_with(True)
     assert alive == [0, 1, 2, 3, 4]
@@ -265,38 +265,38 @@ def test_latents_that_nothing_reads_are_freed_chunk_by_chunk(policy: Recorder, o
 
 
 @pytest.mark.parametrize("solver", ["euler", "dpm2"])
-def test_kept_trajectories_resume_from_their_state(policy: Recorder, solver: str) -> None:
-    policy.transformer.float()
-    whole = run(policy, 4, solver, steps=5)
+def test_kept_trajectories_resume_from_their_state(model: Recorder, solver: str) -> None:
+    model.transformer.float()
+    whole = run(model, 4, solver, steps=5)
     assert torch.equal(whole.state.x, whole.x0)
-    pool = run(policy, 4, solver, steps=5, stop_after=3)
+    pool = run(model, 4, solver, steps=5, stop_after=3)
     assert not torch.equal(pool.state.x, pool.x0)  # the noisy latents, and the image that they predict
-    of_image, of_noise = (brightness(policy.decode(x.flatten(0, 1)), []) for x in (pool.x0, pool.state.x))
+    of_image, of_noise = (brightness(model.decode(x.flatten(0, 1)), []) for x in (pool.x0, pool.state.x))
     torch.testing.assert_close(pool.rewards.flatten(), of_image, rtol=0, atol=1e-6)
     assert (of_image - of_noise).abs().max() > 1e-3
     chosen = torch.tensor([[4, 0], [1, 2], [3, 1]])
     kept, expected = pool.take(chosen), whole.take(chosen)
-    policy.rows = []
-    actual = run(policy, BatchSize(3, False), solver, seeds=kept.seeds, steps=5, initial_state=kept.state)
-    assert policy.rows == [3] * 4  # the two remaining steps of two chunks
+    model.rows = []
+    actual = run(model, BatchSize(3, False), solver, seeds=kept.seeds, steps=5, initial_state=kept.state)
+    assert model.rows == [3] * 4  # the two remaining steps of two chunks
     torch.testing.assert_close(actual.x0, expected.x0, rtol=0, atol=1e-4)
     torch.testing.assert_close(actual.rewards, expected.rewards, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_non_finite_explored_candidate_is_never_selected(
-    policy: Recorder, overlap: bool, caplog: pytest.LogCaptureFixture
+    model: Recorder, overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = {2: torch.nan, 9: torch.inf}  # candidates: an image, a reward; the latter in a chunk of two prompts
 
     def of_prompts(images: Tensor, prompts: list[str]) -> Tensor:
         return brightness(images, prompts) + torch.tensor([float(PROMPTS.index(prompt)) for prompt in prompts])
 
-    expected = run(policy, reward=of_prompts)
+    expected = run(model, reward=of_prompts)
     decoded = expected.x0.flatten(0, 1)
 
     def decode(x: Tensor) -> Tensor:
-        images = policy.decode(x)
+        images = model.decode(x)
         images[(x == decoded[2]).flatten(1).all(1)] = torch.nan
         return images
 
@@ -305,7 +305,7 @@ def test_non_finite_explored_candidate_is_never_selected(
         scores[(scores - expected.rewards.flatten()[9]).abs() < 1e-6] = torch.inf
         return scores
 
-    actual = run(policy, reward=reward, overlap=overlap, decode=decode, only_ranks=True)
+    actual = run(model, reward=reward, overlap=overlap, decode=decode, only_ranks=True)
     rewards = actual.rewards.flatten()
     assert rewards.isnan().nonzero().flatten().tolist() == list(broken)
     others = ~rewards.isnan()
@@ -316,7 +316,7 @@ def test_non_finite_explored_candidate_is_never_selected(
     chosen = select_contrastive(actual.rewards, 4)
     assert not actual.take(chosen).rewards.isnan().any()
     with pytest.raises(NonFiniteError, match="NaN for the prompt"):
-        run(policy, reward=reward, overlap=overlap, decode=decode)
+        run(model, reward=reward, overlap=overlap, decode=decode)
 
 
 def test_too_few_finite_rewards_error_names_prompt() -> None:
@@ -337,22 +337,22 @@ class SmallMemory(Recorder):
 
 @pytest.mark.parametrize("fixed_batch", [False, True])
 def test_batch_is_halved_permanently_after_out_of_memory(
-    folder: str, policy: Recorder, fixed_batch: bool, caplog: pytest.LogCaptureFixture
+    folder: str, model: Recorder, fixed_batch: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    small, batch_size = load_policy(folder, policy_class=SmallMemory), BatchSize(8, fixed_batch)
-    for each in (small, policy):
+    small, batch_size = load_model(folder, model_class=SmallMemory), BatchSize(8, fixed_batch)
+    for each in (small, model):
         each.transformer.float()
-    torch.testing.assert_close(run(small, batch_size).x0, run(policy, 8).x0, rtol=0, atol=1e-4)
+    torch.testing.assert_close(run(small, batch_size).x0, run(model, 8).x0, rtol=0, atol=1e-4)
     assert batch_size.size == 2 and [record.message for record in caplog.records] == [
         f"out of memory: sampling continues with {size} candidates in one forward pass" for size in (4, 2)
     ]
 
 
 def test_batch_is_not_halved_if_it_fits_after_emptying_cache(
-    policy: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     emptied: list[bool] = []
-    velocity = policy.velocity
+    velocity = model.velocity
 
     def fragmented(*args: Any) -> Tensor:
         if not emptied:
@@ -360,17 +360,17 @@ def test_batch_is_not_halved_if_it_fits_after_emptying_cache(
         return velocity(*args)
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    monkeypatch.setattr(policy, "velocity", fragmented)
+    monkeypatch.setattr(model, "velocity", fragmented)
     batch_size = BatchSize(8, False)
-    run(policy, batch_size)
+    run(model, batch_size)
     assert (batch_size.size, emptied, caplog.records) == (8, [True], [])
 
 
 def test_batch_of_sharded_weights_is_neither_repeated_nor_halved(folder: str) -> None:
-    policy, batch_size = load_policy(folder, policy_class=SmallMemory), FixedBatchSize(8, False)
+    model, batch_size = load_model(folder, model_class=SmallMemory), FixedBatchSize(8, False)
     with pytest.raises(UserError, match=r"^model.rollout_batch=8 is invalid: .* Set model.rollout_batch=4\.$"):
-        run(policy, batch_size)
-    assert len(policy.seeds) == 1 and batch_size.size == 8
+        run(model, batch_size)
+    assert len(model.seeds) == 1 and batch_size.size == 8
 
 
 def test_scoring_thread_uses_the_device_and_the_one_stream_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,13 +394,13 @@ def test_scoring_thread_uses_the_device_and_the_one_stream_of_the_policy(monkeyp
     assert streams == [device]
 
 
-def test_out_of_memory_with_one_candidate_raises(policy: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_with_one_candidate_raises(model: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing_fits(*args: Any) -> Tensor:
         raise torch.OutOfMemoryError("nothing fits")
 
-    monkeypatch.setattr(policy, "velocity", nothing_fits)
+    monkeypatch.setattr(model, "velocity", nothing_fits)
     with pytest.raises(torch.OutOfMemoryError, match="nothing fits"):
-        run(policy)
+        run(model)
 
 
 def test_gather_selects_prompts_and_embeddings() -> None:

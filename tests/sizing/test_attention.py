@@ -17,7 +17,7 @@ RIGHT = {"chosen": 1e-3, "flash": 1e-3}, {"chosen": 1e-2, "flash": 1e-2}
 
 
 @pytest.mark.parametrize(
-    ("model", "shapes"),
+    ("architecture", "shapes"),
     [
         # 24 heads of 128; 512 pixels are 32 x 32 tokens, and prompts have 128
         ("flux1", [(24, 1152, 1152, 128)]),
@@ -26,11 +26,11 @@ RIGHT = {"chosen": 1e-3, "flash": 1e-3}, {"chosen": 1e-2, "flash": 1e-2}
     ],
 )
 def test_shapes_are_those_of_the_published_model(
-    compose: Callable[..., Run], model: str, shapes: list[tuple[int, int, int, int]]
+    compose: Callable[..., Run], architecture: str, shapes: list[tuple[int, int, int, int]]
 ) -> None:
-    options = compose(f"model={model}").model.policy
-    policy = instantiate(options, weights="random", embeddings=None, device="meta")
-    assert attention_shapes(policy) == shapes
+    options = compose(f"model={architecture}").model.policy
+    model = instantiate(options, weights="random", embeddings=None, device="meta")
+    assert attention_shapes(model) == shapes
 
 
 def test_kernels_are_compared_and_their_errors_are_those_of_bf16() -> None:

@@ -23,7 +23,7 @@ from solrl_lightning.sizing import timing
 from solrl_lightning.sizing.benchmark import family_configs, forward_times, matmul_peak, times_of_families
 from solrl_lightning.sizing.timing import Lap, peak_since_release
 from solrl_lightning.tasks.benchmark import benchmark
-from tests.nano import load_policy, save_nano
+from tests.nano import load_model, save_nano
 
 Compose, Patch = Callable[..., Run], pytest.MonkeyPatch
 
@@ -106,7 +106,7 @@ def test_rate_of_a_forward_pass_is_its_products_over_its_seconds(
     monkeypatch.setattr(benchmark_module, "alternate", noted)
     result = forward_times(cfg, CPU)
     assert result["seconds"] == {name: sum(took[name][1:]) / 2 for name in result["seconds"]}
-    shapes: Flux1 = load_policy(nano, weights="random", device="meta")
+    shapes: Flux1 = load_model(nano, weights="random", device="meta")
     with torch.no_grad():
         x, sigma = shapes.noise(torch.zeros(1, dtype=torch.int64)), torch.ones(1, device="meta")
         conditioning = shapes.encode(prompts_of(["a prompt"]))

@@ -76,17 +76,17 @@ def test_tokens_are_those_of_image_and_text_and_checkpointing_saves_bytes(passes
 
 
 def test_activations_are_those_of_one_image_of_a_batch(passes: Passes) -> None:
-    policy, images = embedded(), 4
-    conditioning = policy.encode(images * [Prompt("a prompt")])
-    x = policy.noise(torch.zeros(images, dtype=torch.int64))
-    with torch.no_grad(), FusedAttention(), PeakBytes(policy.pipeline.vae) as decoding:
-        policy.decode_latents(x, policy.pipeline.vae)
+    model, images = embedded(), 4
+    conditioning = model.encode(images * [Prompt("a prompt")])
+    x = model.noise(torch.zeros(images, dtype=torch.int64))
+    with torch.no_grad(), FusedAttention(), PeakBytes(model.pipeline.vae) as decoding:
+        model.decode_latents(x, model.pipeline.vae)
     assert passes.decoding_bytes == pytest.approx(decoding.peak / images, rel=0.05)
     with torch.device("meta"):
-        lora.add_adapters(policy.transformer, small_lora(), seed=0)
-    policy.transformer.train()
-    with FusedAttention(), PeakBytes(policy.transformer) as training:
-        loss = policy.velocity(policy.transformer, x, torch.ones(images, device="meta"), conditioning).sum()
+        lora.add_adapters(model.transformer, small_lora(), seed=0)
+    model.transformer.train()
+    with FusedAttention(), PeakBytes(model.transformer) as training:
+        loss = model.velocity(model.transformer, x, torch.ones(images, device="meta"), conditioning).sum()
     with training:
         loss.backward()
     assert passes.training_bytes[False] == pytest.approx(training.peak / images, rel=0.05)

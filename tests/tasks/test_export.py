@@ -76,7 +76,7 @@ def images_of(pipeline: FluxPipeline, module: SolRLModule) -> Tensor:
     images = pipeline(
         prompt=PROMPTS[0],
         num_images_per_prompt=2,
-        latents=module.policy.noise(SEEDS[0]),
+        latents=module.model.noise(SEEDS[0]),
         num_inference_steps=STEPS,
         guidance_scale=1.0,
         height=32,

@@ -26,18 +26,18 @@ def elements(tensors: Any) -> int:
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() for tensor in tensors)
 
 
-def steps(policy: PipelineAdapter, trained: FullTransformer) -> dict[str, Any]:
+def steps(model: PipelineAdapter, trained: FullTransformer) -> dict[str, Any]:
     """Two optimiser steps, of one and of two micro-batches, that differ between the ranks."""
     rank = distributed.get_rank()
-    x, sigma = policy.noise(torch.tensor([rank, 2 + rank])), torch.tensor([0.5, 0.7])
-    prompts = policy.encode(prompts_of(PROMPTS[:2]))
+    x, sigma = model.noise(torch.tensor([rank, 2 + rank])), torch.tensor([0.5, 0.7])
+    prompts = model.encode(prompts_of(PROMPTS[:2]))
     parameters = [parameter for parameter in trained.weights.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     results: dict[str, Any] = {}
 
     def velocity(name: str, state: Any = None) -> None:
         with torch.no_grad(), trained.old(state) as transformer:
-            results[name] = policy.velocity(transformer, x, sigma, prompts)
+            results[name] = model.velocity(transformer, x, sigma, prompts)
 
     velocity("old velocity")
     velocity("base velocity", trained.state("base"))
@@ -53,7 +53,7 @@ def steps(policy: PipelineAdapter, trained: FullTransformer) -> dict[str, Any]:
         optimizer.zero_grad()
         for size in range(1, step + 1):
             with trained.current() as transformer:
-                y = policy.velocity(transformer, size * x, sigma, prompts)
+                y = model.velocity(transformer, size * x, sigma, prompts)
             results.setdefault("first velocity", y.detach())
             (y - 1).square().mean().backward()
         if not isinstance(parameters[0], DTensor):
@@ -90,11 +90,11 @@ def compare(arguments: list[str]) -> int:
         options = dict(dtypes={"transformer": dtype, "default": "float32"}, gradient_checkpointing=bool(checkpointed))
         for kind in (FullTransformer, ShardedFullTransformer):
             torch.manual_seed(0)
-            policy = load_nano(architecture, folder, **options)
-            trained = kind(policy.transformer)
+            model = load_nano(architecture, folder, **options)
+            trained = kind(model.transformer)
             if isinstance(trained, ShardedFullTransformer):
                 trained.shard(mesh)
-            results[" ".join([architecture, dtype, *checkpointed, kind.__name__])] = steps(policy, trained)
+            results[" ".join([architecture, dtype, *checkpointed, kind.__name__])] = steps(model, trained)
     odd = torch.arange(15.0).view(5, 3)  # one rank has a row more
     shard = shard_like(odd, next(iter(trained.state("old").values())))
     results["shard"], results["gathered"] = shard.to_local(), gather({"odd": [shard], "name": "a"})  # type: ignore[attr-defined]

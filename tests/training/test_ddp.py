@@ -58,8 +58,8 @@ def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
     for name in ("gradient", "weights", "evaluations"):
         assert torch.equal(first[name], second[name]), name
     old = first["policies"][0]
-    for iteration, policy in enumerate(first["policies"][1:], 1):
-        old = torch.lerp(policy, old, old_policy_decay()(iteration))
+    for iteration, model in enumerate(first["policies"][1:], 1):
+        old = torch.lerp(model, old, old_policy_decay()(iteration))
     assert distance(first["old"], old) <= 1e-6
     # the order of float32 sums
     assert distance(first["gradient"], alone["gradient"]) <= 1e-5

@@ -21,26 +21,26 @@ SEEDS = torch.tensor([1, 2, 3])
 
 
 @pytest.fixture
-def policy(tmp_path: Path) -> PipelineAdapter:
+def model(tmp_path: Path) -> PipelineAdapter:
     return load_nano("flux1", save_nano(tmp_path / "nano"))
 
 
-def velocity(policy: PipelineAdapter, transformer: Any) -> Tensor:
-    return policy.velocity(transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(prompts_of(PROMPTS)))
+def velocity(model: PipelineAdapter, transformer: Any) -> Tensor:
+    return model.velocity(transformer, model.noise(SEEDS), torch.tensor(0.5), model.encode(prompts_of(PROMPTS)))
 
 
-def test_a_step_is_that_of_float32_weights_with_gradients_of_the_bfloat16_model(policy: PipelineAdapter) -> None:
-    plain = FluxTransformer2DModel.from_config(policy.transformer.config).to(torch.bfloat16)
-    plain.load_state_dict(policy.transformer.state_dict())
-    for module, other in zip(plain.modules(), policy.transformer.modules(), strict=True):
+def test_a_step_is_that_of_float32_weights_with_gradients_of_the_bfloat16_model(model: PipelineAdapter) -> None:
+    plain = FluxTransformer2DModel.from_config(model.transformer.config).to(torch.bfloat16)
+    plain.load_state_dict(model.transformer.state_dict())
+    for module, other in zip(plain.modules(), model.transformer.modules(), strict=True):
         module.__class__ = other.__class__  # the arithmetic of this machine
-    velocity(policy, plain).square().mean().backward()
+    velocity(model, plain).square().mean().backward()
     expected = {name: p.detach().float() - 1e-5 * p.grad.float() for name, p in plain.named_parameters()}  # type: ignore[union-attr]
 
-    full = FullTransformer(policy.transformer)
+    full = FullTransformer(model.transformer)
     optimizer = torch.optim.SGD([p for p in full.weights.parameters() if p.requires_grad], lr=1e-5)
     with full.current() as transformer:
-        velocity(policy, transformer).square().mean().backward()
+        velocity(model, transformer).square().mean().backward()
     optimizer.step()
     trained = full.state("default")
     assert trained.keys() == expected.keys()
@@ -53,8 +53,8 @@ def test_a_step_is_that_of_float32_weights_with_gradients_of_the_bfloat16_model(
     assert moved > 1000 and lost > moved / 2  # most steps would be lost in bfloat16
 
 
-def test_the_old_policy_follows_in_float32_and_distances_are_relative_to_the_base(policy: PipelineAdapter) -> None:
-    full = FullTransformer(policy.transformer)
+def test_the_old_policy_follows_in_float32_and_distances_are_relative_to_the_base(model: PipelineAdapter) -> None:
+    full = FullTransformer(model.transformer)
     before = {name: value.clone() for name, value in full.state("default").items()}
     for value in full.state("default").values():
         value.mul_(1.25)
@@ -67,18 +67,18 @@ def test_the_old_policy_follows_in_float32_and_distances_are_relative_to_the_bas
     assert float(full.distances()["old_distance"]) == pytest.approx(0.1875, rel=1e-5)
 
 
-def test_contexts_compute_with_the_weights_that_they_name(policy: PipelineAdapter) -> None:
-    full = FullTransformer(policy.transformer)
+def test_contexts_compute_with_the_weights_that_they_name(model: PipelineAdapter) -> None:
+    full = FullTransformer(model.transformer)
     with torch.no_grad(), full.current() as transformer:
-        base = velocity(policy, transformer)
+        base = velocity(model, transformer)
     for value in full.state("default").values():
         value.mul_(1.1)
     with torch.no_grad(), full.old() as transformer:
-        assert torch.equal(velocity(policy, transformer), base)
+        assert torch.equal(velocity(model, transformer), base)
     with torch.no_grad(), full.current() as transformer:
-        trained = velocity(policy, transformer)
+        trained = velocity(model, transformer)
     with torch.no_grad(), full.old(full.state("default")) as transformer:
-        assert torch.equal(velocity(policy, transformer), trained) and not torch.equal(trained, base)
+        assert torch.equal(velocity(model, transformer), trained) and not torch.equal(trained, base)
 
 
 @pytest.mark.parametrize("family", ["diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl", "race"])

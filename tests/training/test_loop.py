@@ -138,7 +138,7 @@ def make(tmp_path: Path, *overrides: str, callbacks: tuple[Callback, ...] = (), 
     objective = build_objective(cfg.objective)
     prompts = prompt_sets(cfg)
     module = build_module(cfg, prompts, trainer.strategy.root_device, cfg.samplers, objective)
-    loop = build_loop(cfg, prompts.train, trainer, objective, module.policy.sigmas)
+    loop = build_loop(cfg, prompts.train, trainer, objective, module.model.sigmas)
     return Run(module, trainer, loop, recorder)
 
 
@@ -313,8 +313,8 @@ class Regenerated(Callback):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self.rows = 0
-        self.velocity = pl_module.policy.velocity
-        pl_module.policy.velocity = self.counted
+        self.velocity = pl_module.model.velocity
+        pl_module.model.velocity = self.counted
 
     def counted(self, transformer: Any, x: Tensor, *args: Any) -> Tensor:
         self.rows += len(x)
@@ -322,7 +322,7 @@ class Regenerated(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            pl_module.policy.velocity = self.velocity
+            pl_module.model.velocity = self.velocity
             loop: Any = trainer.fit_loop
             self.rollouts, self.explored = loop.rollouts, loop.explored
             self.again = loop.probe(loop.rollouts.prompts, loop.rollouts.seeds, with_states=True)
@@ -385,14 +385,14 @@ def test_gradient_and_metrics_do_not_depend_on_the_size_of_micro_batches(tmp_pat
 @pytest.mark.parametrize("kl_weight", [0.0, 1e-4])
 def test_micro_batch_runs_one_forward_per_velocity(tmp_path: Path, kl_weight: float) -> None:
     run = make(tmp_path, f"objective.kl_weight={kl_weight}", max_epochs=1)
-    module, velocity, passes = run.module, run.module.policy.velocity, []
+    module, velocity, passes = run.module, run.module.model.velocity, []
 
     def recorded(transformer: Any, *args: Any) -> Tensor:
         if run.loop.stopwatch.current == "train":
             passes.append(transformer)
         return velocity(transformer, *args)
 
-    module.policy.velocity = recorded  # type: ignore[method-assign]
+    module.model.velocity = recorded  # type: ignore[method-assign]
     fit(run)
     with module.transformers.velocity_models["reference"]() as base:
         reference = [base] if kl_weight else []
@@ -621,20 +621,20 @@ def test_custom_objective_trains_on_sampler_transitions(tmp_path: Path) -> None:
 
 def encoded_prompts(run: Run) -> list[list[Prompt]]:
     """The prompts that a run encodes from now on, without those of evaluations."""
-    prompts, encode = [], run.module.policy.encode
+    prompts, encode = [], run.module.model.encode
 
     def recorded(each: list[Prompt]) -> Any:
         if each != run.module.evaluation.prompts:
             prompts.append(each)
         return encode(each)
 
-    run.module.policy.encode = recorded  # type: ignore[method-assign]
+    run.module.model.encode = recorded  # type: ignore[method-assign]
     return prompts
 
 
 def test_prompts_of_four_iterations_are_encoded_at_once_and_resumed_ones_alike(tmp_path: Path) -> None:
     run = make(tmp_path, "family=diffusionnft", max_epochs=5, check_val_every_n_epoch=5)
-    encode, windows, loop = run.module.policy.encode, encoded_prompts(run), run.loop
+    encode, windows, loop = run.module.model.encode, encoded_prompts(run), run.loop
     fit(run)
     expected = [[t for i in range(first, first + 4) for t in loop.schedule.for_iteration(i)] for first in (0, 4)]
     assert windows == [list(dict.fromkeys(prompts)) for prompts in expected]
@@ -677,7 +677,7 @@ def test_old_velocity_is_that_of_the_old_adapter(tmp_path: Path) -> None:
         value.fill_(0.1 if "lora_B" in name else 0.2)  # the trained adapter's B is 0
     module.sync_samplers(version=0)
     prompts = module.encode(module.evaluation.prompts)
-    x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
+    x, one = module.model.noise(torch.tensor([5, 6])), torch.ones(2)
     rest = (one, one, prompts.conditioning, prompts.prompts, torch.tensor([5, 6]), 0, 2)
     batch = TrainingBatch(0 * x, x, None, None, one.long(), 0.5 * one, 0 * one, *rest)
     seen: list[Tensor] = []
@@ -692,20 +692,20 @@ def test_old_velocity_is_that_of_the_old_adapter(tmp_path: Path) -> None:
     module.training_step(batch, 0)
     velocity, old, reference = seen
     with torch.no_grad(), module.transformers.trained.old() as transformer:
-        assert torch.equal(old, module.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning))
+        assert torch.equal(old, module.model.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning))
     assert torch.equal(velocity, reference) and not torch.equal(old, velocity)
 
 
 def test_reference_is_model_without_adapters(tmp_path: Path) -> None:
     module = make(tmp_path).module
     rows = module.encode(module.evaluation.prompts[:1])
-    x, sigma = module.policy.noise(torch.tensor([5])), torch.tensor(0.5)
-    before = module.policy.velocity(module.transformer, x, sigma, rows.conditioning)
+    x, sigma = module.model.noise(torch.tensor([5])), torch.tensor(0.5)
+    before = module.model.velocity(module.transformer, x, sigma, rows.conditioning)
     for name, value in module.policy_state("default").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)
     with torch.no_grad(), module.transformers.velocity_models["reference"]() as reference:
-        assert torch.equal(module.policy.velocity(reference, x, sigma, rows.conditioning), before)
-        assert not torch.equal(module.policy.velocity(module.transformer, x, sigma, rows.conditioning), before)
+        assert torch.equal(module.model.velocity(reference, x, sigma, rows.conditioning), before)
+        assert not torch.equal(module.model.velocity(module.transformer, x, sigma, rows.conditioning), before)
 
 
 def test_preview_decoder_is_used_for_exploration_only(tmp_path: Path) -> None:
@@ -721,7 +721,7 @@ def test_preview_decoder_is_used_for_exploration_only(tmp_path: Path) -> None:
         return decoded
 
     for method in ("decode", "preview"):
-        setattr(run.module.policy, method, counted(method, getattr(run.module.policy, method)))
+        setattr(run.module.model, method, counted(method, getattr(run.module.model, method)))
     fit(run)
     assert images == {("explore", "preview"): 2 * 5, ("regenerate", "decode"): 2 * 3, ("evaluate", "decode"): 2}
 

@@ -56,7 +56,7 @@ class Watch(Callback):
             with torch.no_grad(), pl_module.transformers.velocity_models["reference"]() as reference:
                 transformers = (pl_module.transformer, pl_module.transformers.replicas["merged"], reference)
                 inputs = (batch.x_t, batch.sigma, batch.conditioning)
-                self.velocities = [pl_module.policy.velocity(transformer, *inputs) for transformer in transformers]
+                self.velocities = [pl_module.model.velocity(transformer, *inputs) for transformer in transformers]
         if trainer.current_epoch == 1:
             self.batches.append(batch)
 
@@ -196,7 +196,7 @@ def test_kept_samples_train_at_their_timesteps_and_advantages(trained: Trained) 
     rollouts, batches = trained.watch.rollouts, trained.watch.batches
     seeds = rollouts.seeds.flatten()
     rows = [torch.cat([getattr(batch, name) for batch in batches]) for name in ("seeds", "sigma", "advantage")]
-    sigmas = trained.module.policy.sigmas(4)[train_timesteps(seeds, 4, 0.5)]
+    sigmas = trained.module.model.sigmas(4)[train_timesteps(seeds, 4, 0.5)]
     expected = (seeds.repeat_interleave(2), sigmas.flatten(), rollouts.advantages.flatten().repeat_interleave(2))
     assert all(map(torch.equal, rows, expected)) and len(rows[0]) == 2 * 3 * 2
     torch.testing.assert_close(torch.cat([batch.weight for batch in batches]), torch.ones(12))
