@@ -1,4 +1,4 @@
-"""Re-quantises the old policy into the shadow before every exploration, also after a resume."""
+"""Requantise the old policy into the shadow before every exploration, also after a resume."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -10,4 +10,4 @@ class Requantize(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with loop_of(trainer).stopwatch.stage("requantize"):
-            module_of(pl_module).sync_samplers(loop_of(trainer).iterations_done)
+            module_of(pl_module).requantize(loop_of(trainer).iterations_done)

@@ -47,7 +47,7 @@ def measure(chunk: int, rounds: int, overrides: list[str]) -> None:
         there = RaySampler(cfg, explorers, module.model, pool_of)
         start, idle = time.perf_counter() - begin, []
         seconds: dict[str, list[float]] = {"here": [], "there": []}
-        module.sync_samplers(0)
+        module.requantize(0)
         there.sync(module.policy_state("old"), 0)
         for iteration in range(rounds + 1):
             for place, sampler in (("here", None), ("there", there)):

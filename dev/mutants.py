@@ -83,7 +83,7 @@ GDPO = f"{LOOP}::test_with_gdpo_the_unit_of_a_reward_changes_neither_selection_n
 SOLVERS = "tests/sampling/test_solvers.py"
 NVFP4 = "tests/quantization/test_nvfp4.py"
 EMULATED = "tests/quantization/test_scaled_linear.py"
-REFRESH = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile"
+REQUANTIZE = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile"
 CODES = f"{EMULATED}::test_rowwise_codes_and_scales_match_definition"
 LORA = "tests/policies/test_lora.py"
 ATTENTION = "tests/policies/test_bf16_attention.py"
@@ -145,7 +145,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("other rewards are not evaluated", "if not self._module.evaluation.comparable:", "if False:", BRANCHES),
         ("a run that was stopped resumes", 'self.ends_again and state.get("stopped", False)', "False", ENDS),
         (
-            "guided evaluations counted once",
+            "guided velocities counted once",
             "velocities * forward_passes(self._module.model.guidance_scale)",
             "velocities",
             GUIDANCE,
@@ -292,7 +292,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("float32 advantages", "rewards.double()\n    count", "rewards.float()\n    count", ADVANTAGES),
     ],
     "solrl_lightning/iteration.py": [
-        ("page without requantisation", "        module.sync_samplers(iteration)\n", "", PAGE),
+        ("page without requantisation", "        module.requantize(iteration)\n", "", PAGE),
         ("page of another old policy", "module.old_decay(iteration + 1)", "module.old_decay(iteration)", PAGE),
     ],
     "solrl_lightning/rollout/explore.py": [
@@ -559,7 +559,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("bias lost", "y if self.bias is None else y.add_(self.bias)", "y", EMULATED),
     ],
     "solrl_lightning/quantization/linear.py": [
-        ("weight not refreshed", "self.get_buffer(name).copy_(value)", "pass", REFRESH),
+        ("weight not requantised", "self.get_buffer(name).copy_(value)", "pass", REQUANTIZE),
     ],
     "solrl_lightning/quantization/rowwise.py": [
         ("negative side of a row", "torch.maximum(high, -low)", "high", CODES),
@@ -762,8 +762,8 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "callbacks/requantize.py": [
         (
-            "shadow never refreshed",
-            "module_of(pl_module).sync_samplers(loop_of(trainer).iterations_done)",
+            "shadow never requantised",
+            "module_of(pl_module).requantize(loop_of(trainer).iterations_done)",
             "pass",
             "tests/callbacks/test_requantize.py",
         ),
@@ -1000,8 +1000,8 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/tasks/audit_search.py": [
         (
             "regeneration without its cost",
-            "evaluations([*stages, regenerate], pool)",
-            "evaluations(stages, pool)",
+            "velocities_per_prompt([*stages, regenerate], pool)",
+            "velocities_per_prompt(stages, pool)",
             AUDIT,
         ),
         (

@@ -60,7 +60,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         recorded = objective.transitions(stages[-1].steps, iteration)
 
         # Requantise: everything that samples gets the weights of the old policy.
-        module.sync_samplers(iteration)
+        module.requantize(iteration)
 
         # Explore the pool cheaply, select the best and the worst, and regenerate them in BF16 from the same noise.
         seeds = pool_seeds(cfg.seed, iteration, identities(prompts), cfg.family.pool)  # [P, N]

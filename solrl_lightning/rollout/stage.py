@@ -80,8 +80,8 @@ def level_of(step: int, sigmas: "Tensor") -> str:
     return next(level for level in levels if step_at(float(level), sigmas) == step)
 
 
-def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:
-    """Return the model evaluations of each stage for one prompt: forward passes of the transformer for one image."""
+def velocities_per_prompt(stages: Sequence[Stage], pool: int) -> list[int]:
+    """Return the velocities that each stage computes for one prompt, each for one image at one noise level."""
     counts, done = [], 0
     for (stage, following), images in zip(with_next(stages), candidates_per_prompt(stages, pool), strict=True):
         counts.append(images * (stage.end - done))

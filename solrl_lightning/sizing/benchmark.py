@@ -55,7 +55,7 @@ def forward_times(cfg: Run, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     release(device)
     module = build_module(cfg, prompt_sets(cfg), device, {SHADOW})
-    module.sync_samplers(version=0)
+    module.requantize(version=0)
     originals = {"bf16": module.transformers.replicas["merged"], "shadow": module.transformers.replicas["shadow"]}
     shadow = module.transformers.shadow_backend
     assert shadow is not None, "a stage samples from it"

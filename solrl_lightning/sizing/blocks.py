@@ -63,7 +63,7 @@ def write_short(architecture: Architecture, folder: Path) -> None:
 
 @torch.no_grad()
 def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.device, compiled: bool) -> Iterator[Row]:
-    """Compile a few blocks of all samplers for both batch sizes, refresh and time the replicas, and yield the rows."""
+    """Compile a few blocks of all samplers for both batch sizes, requantise, time the replicas, and yield the rows."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second to import
 
     model = short_model(cfg, run.architecture, device)
@@ -121,7 +121,7 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
 
 def judge_compilation(graphs: int, again: int, compiler: str, what: str) -> Row:
     text = f"{graphs} graphs of the blocks of {what}, by torch.compile's {compiler}"
-    text += f"; {again} more after a refresh of the weights"
+    text += f"; {again} more after requantising"
     way_out = "family.compile=false, and a report of this with doctor.json" if again else ""
     measured = {"graphs": graphs, "recompilations": again, "backend": compiler}
     return Row("compilation", WRONG if again else OK, text, way_out, measured)

@@ -55,7 +55,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list[Lap]:
-    """One iteration of warm-up and ``task.repeats`` others, without callbacks except re-quantisation and observers."""
+    """One iteration of warm-up and ``task.repeats`` others, without callbacks except requantisation and observers."""
     release(device)
     timings = StageTimings()
     trainer: Trainer = instantiate(

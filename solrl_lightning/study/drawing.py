@@ -37,7 +37,7 @@ _NAMES = {colour: name for name, colour in COLOURS.items()}
 _OF_LINES = [name for name in COLOURS if name[1:].isdigit()]
 _DASHES = ("", "6 3", "1.5 2", "6 2 1.5 2")  # SVG; one for every round of the colours
 _FEW = 40  # points up to which each is marked, where no dots are
-_MANY = 10_000  # seconds or model evaluations from which an axis has hours or thousands
+_MANY = 10_000  # seconds or forward passes from which an axis has hours or thousands
 _INCHES, _PLACE = (4.4, 2.5), (0.17, 0.21, 0.81, 0.71)  # size of a chart, and the edges of its axes as shares of it
 _STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "chart", "font.sans-serif": "DejaVu Sans", "font.size": 10.5}
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -67,7 +67,7 @@ def cost_axis(cost: str, largest: float) -> tuple[str, float]:
     if cost.endswith("seconds"):
         kind = "simulated " * cost.startswith("simulated")
         return (f"{kind}hours of training", 3600) if largest > _MANY else (f"{kind}seconds of training", 1)
-    return ("thousands of model evaluations", 1000) if largest > _MANY else ("model evaluations", 1)
+    return ("thousands of forward passes", 1000) if largest > _MANY else ("forward passes", 1)
 
 
 def line_styles(series: Sequence[Series]) -> list[tuple[str, str]]:

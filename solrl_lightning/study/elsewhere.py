@@ -24,7 +24,7 @@ _EXAMPLE = "Use task.cost=flux1_h100 or 'task.cost={explore: 0.25}'."
 class Machine(NamedTuple):
     """Seconds of one GPU."""
 
-    bf16: float  # model evaluation: forward pass of the transformer for one image
+    bf16: float  # forward pass: forward pass of the transformer for one image
     shadow: float  # the same in low precision
     image: float  # decoded and scored
     row: float  # trained: a sample at one noise level
@@ -162,7 +162,7 @@ def counts(run: Run) -> dict[str, float]:
     from solrl_lightning.options.family import Family
     from solrl_lightning.options.rules import UNCHECKED
     from solrl_lightning.policies.guidance import forward_passes
-    from solrl_lightning.rollout.stage import candidates_per_prompt, evaluations
+    from solrl_lightning.rollout.stage import candidates_per_prompt, velocities_per_prompt
     from solrl_lightning.targets import make
 
     def sigmas(steps: int) -> Any:
@@ -177,7 +177,7 @@ def counts(run: Run) -> dict[str, float]:
     prompts, passes = config["prompts_per_iteration"], forward_passes(config["model"].get("guidance_scale", 1))
     cheap = run.summary.get("precision_backend", "").partition(" ")[0] != "bf16"
     totals = {"bf16": 0, "shadow": 0}
-    for stage, number in zip(stages, evaluations(stages, family.pool), strict=True):
+    for stage, number in zip(stages, velocities_per_prompt(stages, family.pool), strict=True):
         totals["shadow" if stage.sampler == SHADOW and cheap else "bf16"] += prompts * passes * number
     rows = make("objective", objective, kind=Objective).rows_per_sample(stages[-1].steps)
     images = sum(candidates_per_prompt(stages, family.pool))

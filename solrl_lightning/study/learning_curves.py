@@ -1,4 +1,4 @@
-"""Learning curves of groups of runs, drawn: reward against iterations, seconds and model evaluations."""
+"""Learning curves of groups of runs, drawn: reward against iterations, seconds and forward passes."""
 
 import io
 import textwrap

@@ -248,8 +248,8 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     costed = [row for row in rows if row.get("seconds") is not None]
     if len(costed) > 1:
         charts.append(evaluation_chart(f"{reward} reward by training time", costed, reward, "seconds"))
-        charts.append(evaluation_chart(f"{reward} reward by model evaluations", costed, reward, "evaluations"))
-    columns = ["iteration", "training, s", "model evaluations", f"{reward} reward", "change from the base"]
+        charts.append(evaluation_chart(f"{reward} reward by forward passes", costed, reward, "evaluations"))
+    columns = ["iteration", "training, s", "forward passes", f"{reward} reward", "change from the base"]
     cells = []
     for row in rows:
         cost = [f"{row['seconds']:.1f}", f"{row['evaluations']:,}"] if row in costed else [None, None]
@@ -259,7 +259,7 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
         cells.append([row["iteration"], *cost, measured(row[reward], error_in(row, reward)), gain])
     text = [
         sample_size(facts),
-        "Seconds and model evaluations are those of training, without evaluation, probe and grid.",
+        "Seconds and forward passes are those of training, without evaluation, probe and grid.",
         *(["Vertical lines: since when an alarm is raised."] if at else []),
     ]
     tables = [Table(columns, cells, folded=f"All {len(rows)} evaluations" if len(rows) > 1 else "")]

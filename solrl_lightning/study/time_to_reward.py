@@ -1,4 +1,4 @@
-"""Plateaus of learning curves, and the cost (seconds, model evaluations, iterations) at which others reach them."""
+"""Plateaus of learning curves, and the cost (seconds, forward passes, iterations) at which others reach them."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean

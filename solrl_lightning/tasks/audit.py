@@ -3,7 +3,7 @@
 Every explorer of ``task.proxies`` and the truth (BF16 at full steps) score the same pool; their rankings are compared
 prompt by prompt. An explorer is a sampler (the shadow in some precision, or BF16), a number of steps, a solver and a
 decoder. It may stop at a step and score the predicted image, as in ``family=prefix``, or select candidates at rungs, as
-in ``family=race``. Its cost is in seconds, with decoding and reward, and in model evaluations. Then its kept candidates
+in ``family=race``. Its cost is in seconds, with decoding and reward, and in forward passes. Then its kept candidates
 are regenerated, as in a family with this explorer, and a training step is timed. The report ends with a verdict,
 whether selection pays (``audit_verdict.py``), and one command.
 
@@ -46,7 +46,7 @@ from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
-from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, evaluations
+from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, velocities_per_prompt
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
@@ -136,8 +136,8 @@ def describe_all(
     ]
     rho, gain = expected_gain(merits, merits, keep)
 
-    def evaluations_of(candidates: int) -> int:
-        return forward_passes(cfg.model.guidance_scale) * sum(evaluations(truth.stages, candidates))
+    def passes_of(candidates: int) -> int:
+        return forward_passes(cfg.model.guidance_scale) * sum(velocities_per_prompt(truth.stages, candidates))
 
     chosen = recommend(proxies)
     pays, verdict = judge(chosen, len(merits), equal=math.isnan(rho))
@@ -150,7 +150,7 @@ def describe_all(
             {
                 "steps": truth.stages[0].steps,
                 "solver": truth.stages[0].solver,
-                "evaluations": evaluations_of(pool),
+                "evaluations": passes_of(pool),
                 "reward": truth.reward,
                 "seconds": truth.seconds[_PROXY],
                 "gap": gap_of_prompts(merits, merits, keep).mean().item(),
@@ -162,7 +162,7 @@ def describe_all(
             without,
         ),
         "without_selection": {
-            "evaluations": evaluations_of(keep),
+            "evaluations": passes_of(keep),
             "sampling_seconds": sampling,
             "training_seconds": training,
             "iteration_seconds": without,
@@ -183,7 +183,7 @@ def describe(explorer: Scored, truth: Tensor, cfg: Run) -> dict[str, Any]:
     """Return an explorer's settings, cost and fidelity to the merits ``truth`` [P, N]."""
     task = cfg.task_as(Audit)
     first, keep, passes = explorer.stages[0], task.keep, forward_passes(cfg.model.guidance_scale)
-    *explored, regenerated = evaluations(explorer.stages, task.pool)
+    *explored, regenerated = velocities_per_prompt(explorer.stages, task.pool)
     gaps = gap_of_prompts(explorer.merits, truth, keep)
     gap_kept, gap_error = ratio_of_sums(gaps, gap_of_prompts(truth, truth, keep))
     return {
@@ -224,7 +224,7 @@ def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
     task, module = cfg.task_as(Audit), build_module(cfg, prompt_sets(cfg), device_of(cfg.trainer), samplers)
     if cfg.ckpt is not None:
         load_trained(module, cfg.ckpt)
-    module.sync_samplers(version=0)
+    module.requantize(version=0)
     prompts = module.encode(module.evaluation.prompts[: task.prompts])
     return Loaded(module, prompts, pool_seeds(cfg.seed, 0, identities(prompts.prompts), task.pool))
 
@@ -288,7 +288,7 @@ def search_stops(cfg: Run, truth: Tensor) -> list[dict[str, Any]]:
             "family": stop.family,
             "name": stop.name,
             "keep": stop.keep,
-            "evaluations": passes * stop.evaluations,
+            "evaluations": passes * stop.velocities,
             "gap_kept": stop.gap_kept,
             "gap_error": stop.gap_error,
             "enough": stop.enough(task.min_gap),

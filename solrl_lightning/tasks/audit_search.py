@@ -20,7 +20,7 @@ from solrl_lightning.options.family import Exploration, Rung
 from solrl_lightning.rollout.explore import RunStage, run_family
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import take
-from solrl_lightning.rollout.stage import Sigmas, Stage, evaluations, level_of, steps_label
+from solrl_lightning.rollout.stage import Sigmas, Stage, level_of, steps_label, velocities_per_prompt
 from solrl_lightning.sampling import SolverState
 
 _EIGHTHS = (3, 4, 5, 6)  # of the pool, that the first of two rungs keeps
@@ -58,7 +58,7 @@ class EarlyStop(NamedTuple):
     explorer: Exploration
     name: str  # steps and noise levels
     keep: list[int | None]  # candidates that continue after each stop
-    evaluations: int  # of the model, a prompt, with those that regenerate
+    velocities: int  # of a prompt, with those that regenerate
     gap_kept: float  # share of the reward gap
     gap_error: float  # its standard error over prompts, NaN for a single one
 
@@ -98,8 +98,8 @@ def search(
         stages = candidate.stages("", explorer.solver, keep, sigmas)
         name, kept = label(stages, levels_at(stages, sigmas)), [stage.keep for stage in stages]
         share = ratio_of_sums(gap_of_prompts(simulate(stages, scores, merits), truth, keep), gaps)
-        stops.append(EarlyStop(candidate, name, kept, sum(evaluations([*stages, regenerate], pool)), *share))
-    return sorted(stops, key=lambda stop: (stop.evaluations, -stop.gap_kept))
+        stops.append(EarlyStop(candidate, name, kept, sum(velocities_per_prompt([*stages, regenerate], pool)), *share))
+    return sorted(stops, key=lambda stop: (stop.velocities, -stop.gap_kept))
 
 
 def cheapest(stops: Sequence[EarlyStop], family: str, min_gap: float) -> EarlyStop | None:

@@ -13,9 +13,9 @@ _WIDTH = 110  # columns
 
 def format_audit(result: dict[str, Any]) -> str:
     truth, pool, keep, without = result["truth"], result["pool"], result["keep"], result["without_selection"]
-    columns = ["proxy", "spearman", "gap kept", "evals", "s/prompt", "rho", "gain", "cost", "gain/cost"]
+    columns = ["proxy", "spearman", "gap kept", "passes", "s/prompt", "rho", "gain", "cost", "gain/cost"]
     rows = [
-        [row["name"], _number(row["spearman"], 3), _share(row), _evaluations(row), *_costs(row, without)]
+        [row["name"], _number(row["spearman"], 3), _share(row), _passes(row), *_costs(row, without)]
         for row in result["proxies"]
     ]
     full = truth["steps"]
@@ -24,7 +24,7 @@ def format_audit(result: dict[str, Any]) -> str:
         [f"{keep} random", None, None, without["evaluations"], f"{without['sampling_seconds']:.3g}", *["1.00"] * 4]
     )
     legend = (
-        "gap kept: share of the true reward gap between best and worst; evals, s/prompt: model evaluations and seconds "
+        "gap kept: share of the true reward gap between best and worst; passes, s/prompt: forward passes and seconds "
         f"to explore + regenerate; rho: spread of the kept rewards over that of {keep} random ones; gain: expected "
         f"factor of what an iteration learns, rho ** {GAIN_EXPONENT} [95 % over prompts], between 1 and rho; cost: "
         f"seconds of an iteration, with {without['training_seconds']:.3g} s of training a prompt, over those without "
@@ -40,13 +40,13 @@ def format_audit(result: dict[str, Any]) -> str:
 
 
 def format_search(result: Mapping[str, Any], min_gap: float) -> str:
-    lines = ["early stops of one BF16 trajectory, simulated; the cheapest by model evaluations a prompt:"]
+    lines = ["early stops of one BF16 trajectory, simulated; the cheapest by forward passes a prompt:"]
     for row in (row for row in result["search"] if row["command"] is not None):
         enough = "" if row["enough"] else f", less than task.min_gap={min_gap}, the most"
         kept = f", keeping {'/'.join(map(str, row['keep']))}" if row["family"] == "race" else ""
         share = f"{_share(row)} of the gap{enough}"
         lines += [
-            f"{row['family']}, {row['name']}{kept}: {row['evaluations']} evaluations, {share}",
+            f"{row['family']}, {row['name']}{kept}: {row['evaluations']} passes, {share}",
             f"  {row['command']}",
         ]
     return "\n".join(lines)
@@ -67,7 +67,7 @@ def _share(row: Mapping[str, Any]) -> str:
     return "-" if math.isnan(row["gap_kept"]) else f"{100 * row['gap_kept']:.0f}{error} %"
 
 
-def _evaluations(row: Mapping[str, Any]) -> str:
+def _passes(row: Mapping[str, Any]) -> str:
     return f"{row['evaluations']}+{row['regenerate_evaluations']}"
 
 

@@ -81,7 +81,7 @@ def with_verdict(row: Mapping[str, Any], rho: float, gain: Gain, seconds: float,
 def recommend(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the cheapest of the rows whose gain / cost is within its standard error of the largest.
 
-    The cheapest by the seconds of an iteration; where they are equal to two digits, by evaluations. Rows without a
+    The cheapest by the seconds of an iteration; where they are equal to two digits, by forward passes. Rows without a
     command or a gain are left out; None if no row has them.
     """
 

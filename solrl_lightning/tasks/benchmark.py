@@ -85,7 +85,7 @@ def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
     return (
         f"seconds per iteration, median of {repeats}; rollout is {' + '.join(ROLLOUT)}; warm-up is the iteration "
         f"before, which compiles where rollouts are compiled\n{format_table(columns, seconds)}\n"
-        "candidates per second of the rollout; times faster than; re-quantising as a share of the iteration; peak "
+        "candidates per second of the rollout; times faster than; requantising as a share of the iteration; peak "
         f"memory of {memory} in GB (10^9)\n"
         f"{format_table(['family', 'images/s', *against, 'requantize', 'memory'], rates)}"
     )

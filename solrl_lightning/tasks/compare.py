@@ -252,7 +252,7 @@ def plateau_notes(result: Mapping[str, Any]) -> list[str]:
         )
     for group in result["groups"]:
         if unknown := group["to_reference"]["seconds"]["unknown"]:
-            notes.append(f"without seconds and model evaluations (of an older version): {', '.join(unknown)}")
+            notes.append(f"without seconds and forward passes (of an older version): {', '.join(unknown)}")
     return notes
 
 

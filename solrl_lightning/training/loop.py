@@ -38,7 +38,7 @@ from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.rollout.chunks import one_noise
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
-from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates_per_prompt, evaluations
+from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates_per_prompt, velocities_per_prompt
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
@@ -107,7 +107,7 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken = 0  # in the current iteration
         self._counts = {"evaluations": 0, "samples": 0}  # in finished iterations
         self._seconds_before = 0.0  # in the runs that this one resumes
-        self._training_velocities_per_prompt = rows * objective.forward_passes
+        self._training_velocities = rows * objective.forward_passes  # for a prompt
         self._encoded: tuple[int, EncodedPrompts] | None = None  # first iteration of those encoded, their prompts
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
@@ -267,9 +267,9 @@ class ExploreTrainLoop(_FitLoop):
         return (self.iterations_done * steps + self._steps_taken % steps) / steps
 
     def cost_of_iteration(self) -> dict[str, int]:
-        """Return the model evaluations and the scored images of an iteration, of all ranks."""
+        """Return the forward passes (``evaluations``, as in summary.json) and the scored images of an iteration."""
         prompts = self.schedule.per_iteration
-        velocities = prompts * (sum(evaluations(self.stages, self.pool)) + self._training_velocities_per_prompt)
+        velocities = prompts * (sum(velocities_per_prompt(self.stages, self.pool)) + self._training_velocities)
         samples = prompts * sum(candidates_per_prompt(self.stages, self.pool))
         forwards = round(velocities * forward_passes(self._module.model.guidance_scale))
         return {"evaluations": forwards, "samples": samples}

@@ -125,7 +125,7 @@ class SolRLModule(LightningModule):
         model = self.model
         return {"full": model.decode, "bf16": model.decode_in_bf16, "preview": model.preview}[name]
 
-    def sync_samplers(self, version: int) -> None:
+    def requantize(self, version: int) -> None:
         """Give the old policy, that after ``version`` iterations, to everything that samples."""
         for _, sampler in self.transformers.named_samplers():
             sampler.sync(self.policy_state(OLD), version)

@@ -57,7 +57,7 @@ class StandIn(LightningModule):
         self.events: list[str] = []
         self.sampled: list[str] = []
 
-    def sync_samplers(self, version: int) -> None:
+    def requantize(self, version: int) -> None:
         self.events.append(f"requantize {version}")
 
     def policy_state(self, name: str) -> dict[str, Tensor]:

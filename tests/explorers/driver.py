@@ -167,11 +167,11 @@ def test_explorers_give_the_bits_of_one_process(
     cfg: Run, module: SolRLModule, actors: list[Any], tmp_path: Path, family: str
 ) -> None:
     cfg = options(tmp_path, family, *PREVIEW)
-    module.sync_samplers(0)
+    module.requantize(0)
     expected = explored(cfg, module)
     for count in (1, 2):
         with exploring(cfg, module, actors[:count]) as sampler:
-            module.sync_samplers(0)
+            module.requantize(0)
             assert_equal(expected, explored(cfg, module))
             assert sampler.metrics()["lag"] == 0 < sampler.metrics()["explorer_seconds"]
     assert sampler.precision == "nvfp4 (emulated)"
@@ -192,17 +192,17 @@ def other_weights(module: SolRLModule) -> Iterator[None]:
 def test_exploration_ahead_has_the_weights_with_which_it_began(
     cfg: Run, module: SolRLModule, actors: list[Any]
 ) -> None:
-    module.sync_samplers(0)
+    module.requantize(0)
     early = explored(cfg, module, 1)
     with exploring(changed(cfg, max_lag=1), module, actors[:1]) as sampler:
-        module.sync_samplers(0)
+        module.requantize(0)
         explored(cfg, module, 0)
         assert sampler.metrics()["lag"] == 0
         with other_weights(module):
-            module.sync_samplers(1)
+            module.requantize(1)
             assert_equal(early, explored(cfg, module, 1))
             assert sampler.metrics()["lag"] == 1 and len(sampler._ahead) == 1
-            module.sync_samplers(2)
+            module.requantize(2)
             late = explored(cfg, module, 2)
             assert not sampler._ahead, "there are three iterations"
     assert_equal(late, explored(cfg, module, 2))  # the other samplers have these weights still
@@ -224,13 +224,13 @@ def answering(sampler: RaySampler, count: int) -> bool:
 def test_candidates_of_a_lost_node_go_to_others_and_its_explorer_starts_on_a_new_one(
     cfg: Run, module: SolRLModule, actors: list[Any], cluster: Cluster
 ) -> None:
-    module.sync_samplers(0)
+    module.requantize(0)
     expected = explored(cfg, module)
     (node,) = cluster.worker_nodes
     node_of = lambda self: ray.get_runtime_context().get_node_id()  # noqa: E731
     nodes = ray.get([explorer.__ray_call__.remote(node_of) for explorer in actors])
     with exploring(cfg, module, actors) as sampler:
-        module.sync_samplers(0)
+        module.requantize(0)
         assert answering(sampler, 2)
         hold(actors[nodes.index(node.node_id)])
         Timer(0.5, cluster.remove_node, (node,), {"allow_graceful": False}).start()
@@ -282,7 +282,7 @@ def test_input_images_and_videos_are_explored_as_here(
         else prompt
         for number, prompt in enumerate(PROMPTS)
     ]
-    module.sync_samplers(0)
+    module.requantize(0)
     encoded, seeds = module.encode(prompts), pool_seeds(1, 0, identities(prompts), 4)
     stage, _ = cfg.family.stages(module.model.sigmas)
     expected = module.run_stage(stage, encoded, seeds)
@@ -299,7 +299,7 @@ def test_explorer_that_never_answers_ends_the_run(
 ) -> None:
     """The last one with these explorers, because one of them stays blocked."""
     with exploring(cfg, module, actors[:1]):
-        module.sync_samplers(0)
+        module.requantize(0)
         monkeypatch.setattr(samplers, "PATIENCE", 1.5)
         hold(actors[0])
         with pytest.raises(ExplorersLost, match="no explorer answers: "):

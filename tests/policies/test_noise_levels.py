@@ -9,7 +9,7 @@ from sigmas import shifted_sigmas, uniform_sigmas
 from solrl_lightning.build import build_objective
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
-from solrl_lightning.rollout.stage import evaluations, level_of, step_at
+from solrl_lightning.rollout.stage import level_of, step_at, velocities_per_prompt
 
 Compose = Callable[..., Run]
 
@@ -37,7 +37,7 @@ def test_equal_levels_are_other_steps_of_another_schedule(compose: Compose, fold
         sigmas = load_nano(architecture, folder_of(architecture), weights="random", device="meta").sigmas
         stopped, last = prefix.family.stages(sigmas, build_objective(prefix.objective).solver)
         assert (stopped.stop_after, last.stop_after) == (stops[0], None) and stopped.continues_in(last)
-        assert evaluations([stopped, last], 96) == [96 * stops[0], 24 * (10 - stops[0])]
+        assert velocities_per_prompt([stopped, last], 96) == [96 * stops[0], 24 * (10 - stops[0])]
         first, second, _ = race.family.stages(sigmas, build_objective(race.objective).solver)
         assert [(first.stop_after, first.keep), (second.stop_after, second.keep)] == [(stops[1], 48), (8, 24)]
 

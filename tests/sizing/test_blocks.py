@@ -1,4 +1,4 @@
-"""Rows about compiled blocks: graphs, refreshes, and the blocks of each model."""
+"""Rows about compiled blocks: graphs, requantisation, and the blocks of each model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +22,14 @@ Compose, Patch = Callable[..., Run], pytest.MonkeyPatch
 CPU = torch.device("cpu")
 
 
-def test_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: Patch) -> None:
-    refreshed: set[tuple[nn.Module, str]] = set()
+def test_requantising_that_compiles_again_is_wrong(compose: Compose, monkeypatch: Patch) -> None:
+    written: set[tuple[nn.Module, str]] = set()
 
     def write(module: nn.Module, weights: Any) -> None:
         for name, _ in weights:
-            if (module, name) in refreshed:
+            if (module, name) in written:
                 module.get_submodule(name.removesuffix(".weight")).bias = None
-            refreshed.add((module, name))
+            written.add((module, name))
 
     monkeypatch.setattr(replica, "write_parameters", write)
     cfg = compose("task=doctor")

@@ -22,7 +22,7 @@ from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.quantization.backends import PACKED_BITS, Hardware
-from solrl_lightning.rollout.stage import Stage, evaluations
+from solrl_lightning.rollout.stage import Stage, velocities_per_prompt
 from solrl_lightning.sizing.checkpointing import settle_checkpointing
 from solrl_lightning.sizing.footprint import (
     OPTIONS,
@@ -291,7 +291,7 @@ def test_evaluations_per_prompt(compose: Compose) -> None:
     for name, counts in (baselines | {"sol_rl": [384, 240], "prefix": [384, 144], "race": [288, 96, 120]}).items():
         cfg = compose(f"family={name}")
         stages = cfg.family.stages(uniform_sigmas, build_objective(cfg.objective).solver)
-        assert evaluations(stages, cfg.family.pool) == counts
+        assert velocities_per_prompt(stages, cfg.family.pool) == counts
 
 
 def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[..., Any], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from solrl_lightning.build import build_objective, with_option
 from solrl_lightning.metrics.selection_gain import GAIN_EXPONENT, gap_of_prompts
 from solrl_lightning.options.family import Exploration
 from solrl_lightning.options.run import Run
-from solrl_lightning.rollout.stage import evaluations
+from solrl_lightning.rollout.stage import velocities_per_prompt
 from solrl_lightning.tasks import audit as audit_module
 from solrl_lightning.tasks.audit import (
     _stages,
@@ -103,17 +103,17 @@ def test_search_gives_the_numbers_of_the_proxies_that_it_names(
         assert row == enough[0] and f"{row['name']}" in out and row["command"] in out
         run = compose(*shlex.split(row["command"])[3:])
         stages = run.family.stages(uniform_sigmas, build_objective(run.objective).solver)
-        assert run.family.pool == 8 and sum(evaluations(stages, 8)) == row["evaluations"]
+        assert run.family.pool == 8 and sum(velocities_per_prompt(stages, 8)) == row["evaluations"]
         assert [stage.keep for stage in stages[:-1]] == row["keep"]
 
 
 def test_without_enough_of_the_gap_the_search_names_the_early_stop_that_keeps_most() -> None:
     explorer = Exploration(sampler="merged", steps=5)
     rows = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]
-    stops = [EarlyStop(explorer, "", [4], evaluations, share, math.nan) for evaluations, share in rows]
-    assert [cheapest(stops, "prefix", least).evaluations for least in (0.4, 0.6, 0.95)] == [10, 20, 40]  # type: ignore[union-attr]
+    stops = [EarlyStop(explorer, "", [4], velocities, share, math.nan) for velocities, share in rows]
+    assert [cheapest(stops, "prefix", least).velocities for least in (0.4, 0.6, 0.95)] == [10, 20, 40]  # type: ignore[union-attr]
     within = [stop._replace(gap_error=0.02) for stop in stops]
-    assert [cheapest(within, "prefix", least).evaluations for least in (0.51, 0.53, 0.82)] == [10, 20, 20]  # type: ignore[union-attr]
+    assert [cheapest(within, "prefix", least).velocities for least in (0.51, 0.53, 0.82)] == [10, 20, 20]  # type: ignore[union-attr]
     assert cheapest(stops, "race", 0.5) is None
 
 
@@ -240,7 +240,7 @@ def test_recommended_is_the_cheapest_of_those_with_the_largest_gain_at_equal_cos
         verdict_row("cheap", 1.1, 0.5, 1),
         verdict_row("best", 1.2, 2.0, 10),
         verdict_row("within its error", 1.192, 1.0, 30),
-        verdict_row("as fast with fewer evaluations", 1.191, 1.01, 20),
+        verdict_row("as fast with fewer passes", 1.191, 1.01, 20),
         verdict_row("no family", 2.0, 0.1, 1, None),
         verdict_row("no gain", math.nan, 0.1, 1),
     ]
@@ -250,7 +250,7 @@ def test_recommended_is_the_cheapest_of_those_with_the_largest_gain_at_equal_cos
         assert row is not None
         return str(row["name"])
 
-    assert (name(), name(3), name(2, 3)) == ("as fast with fewer evaluations", "within its error", "best")
+    assert (name(), name(3), name(2, 3)) == ("as fast with fewer passes", "within its error", "best")
     assert recommend(rows[-2:]) is None
     assert recommend([verdict_row("one prompt", 1.2, 1, 1, error=math.nan)]) is not None
 

@@ -296,7 +296,7 @@ def test_runs_of_an_older_version_have_iterations_only(
     assert second["iteration"]["points"]["100"]["mean"] == 4
     assert second["seconds"]["points"] == second["evaluations"]["points"] == {}
     shown = capfd.readouterr().out
-    assert f"without seconds and model evaluations (of an older version): {runs / '1_1'}, {runs / '1_2'}\n" in shown
+    assert f"without seconds and forward passes (of an older version): {runs / '1_1'}, {runs / '1_2'}\n" in shown
     assert f"(of an older version): {runs / '2_1'}\n" in shown
     (run,), _ = read_runs([runs / "1_2"])
     assert list(costs(run, "iteration")) == [0, 2, 4] and costs(run, "seconds") == {}
@@ -506,7 +506,7 @@ def test_the_picture_has_a_panel_for_every_cost_and_the_groups_that_have_it(
         write_curve(runs / f"3_{seed}", old, "family=prefix", seed=seed)
     compared(compose, runs)
     panel, seconds, _ = figures[0].axes
-    assert [panel.get_xlabel() for panel in figures[0].axes] == ["iterations", "hours of training", "model evaluations"]
+    assert [panel.get_xlabel() for panel in figures[0].axes] == ["iterations", "hours of training", "forward passes"]
     areas = [sum(isinstance(part, PolyCollection) for part in panel.collections) for panel in figures[0].axes]
     dots = [sum(isinstance(part, PathCollection) for part in panel.collections) for panel in figures[0].axes]
     assert areas == [3, 2, 2] and dots == [3, 2, 2]

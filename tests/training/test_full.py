@@ -89,7 +89,7 @@ def test_families_train_and_replicas_follow(tmp_path: Path, family: str) -> None
     )
     module, trained = run.module, run.module.transformers.trained
     assert float(trained.distances()["base_distance"]) > 0
-    module.sync_samplers(version=9)
+    module.requantize(version=9)
     merged = dict(module.transformers.replicas["merged"].named_parameters())
     assert merged.keys() == trained.state("old").keys()
     for name, value in trained.state("old").items():

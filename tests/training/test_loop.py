@@ -82,7 +82,7 @@ class Recorder(Callback):
         self.seconds: list[float] = []  # of the stages, at the begin and the end of every evaluation
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        for name in ("sync_samplers", "run_stage", "training_step"):
+        for name in ("requantize", "run_stage", "training_step"):
             setattr(pl_module, name, self._recorded(trainer, name, getattr(pl_module, name)))
 
     def _recorded(self, trainer: Any, name: str, method: Any) -> Any:
@@ -247,7 +247,7 @@ def test_an_evaluation_records_what_was_spent_until_then(straight: Straight) -> 
 
 def test_single_stage_family_samples_pool_once(tmp_path: Path) -> None:
     run = train(tmp_path, "family=naive_scaling")
-    assert run.recorder.events == ["sync_samplers", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    assert run.recorder.events == ["requantize", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert run.loop.explored is None
     assert torch.equal(run.loop.rollouts.proxy_merits, run.loop.rollouts.rewards)
 
@@ -675,7 +675,7 @@ def test_old_velocity_is_that_of_the_old_adapter(tmp_path: Path) -> None:
     module = make(tmp_path).module
     for name, value in module.policy_state("old").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)  # the trained adapter's B is 0
-    module.sync_samplers(version=0)
+    module.requantize(version=0)
     prompts = module.encode(module.evaluation.prompts)
     x, one = module.model.noise(torch.tensor([5, 6])), torch.ones(2)
     rest = (one, one, prompts.conditioning, prompts.prompts, torch.tensor([5, 6]), 0, 2)
@@ -786,7 +786,7 @@ def test_resume_is_bit_exact_from_a_checkpoint_taken(save: str, straight: Straig
     logger = CSVLogger(tmp_path, name="metrics")
     run = train(tmp_path, max_epochs=3, ckpt=checkpoint, logger=logger, log_every_n_steps=1)
     assert run.recorder.explored == straight.run.recorder.explored[1:]
-    assert run.recorder.events[0] == "sync_samplers"
+    assert run.recorder.events[0] == "requantize"
     assert run.trainer.global_step == run.trainer.current_epoch == 3
     assert torch.equal(weights(run.module), straight.weights)
     (names, steps), (resumed_names, resumed_steps) = map(columns, (straight.folder, tmp_path))

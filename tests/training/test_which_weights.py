@@ -122,7 +122,7 @@ def test_evaluation_scores_the_average(trained: Trained) -> None:
 def test_merged_with_restores_old_policy(trained: Trained) -> None:
     module = trained.module
     states = {name: merged(module, module.policy_state(name)) for name in ("default", "old")}
-    module.sync_samplers(version=2)
+    module.requantize(version=2)
     name = next(iter(module.transformers.trained.lora_layers))
     transformer = module.transformers.replicas["merged"]
     with module.merged_with("default") as sampler:
@@ -138,7 +138,7 @@ def test_merged_with_restores_old_policy_if_it_fails_half_way(
 ) -> None:
     module = trained.module
     old, state = merged(module, module.policy_state("old")), dict(module.policy_state("default"))
-    module.sync_samplers(version=2)
+    module.requantize(version=2)
     *_, last = module.transformers.trained.lora_layers
     del state[f"{last}.lora_B.weight"]
     monkeypatch.setattr(module, "ema_state", state)
