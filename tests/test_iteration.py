@@ -17,7 +17,6 @@ RUNS = [
     "family=sol_rl objective=flow_grpo",
     "family=prefix objective=awm objective.reference_every=2",
     "family=race",
-    "family=race objective=dance_grpo",
     "family=diffusionnft objective=pepg prompts_per_iteration=3 optimizer_steps=3",
     "family=naive_quant",
     "family=naive_scaling objective=ram optimizer_steps=2 scheduler=cosine",
@@ -31,7 +30,7 @@ def test_every_family_is_among_the_runs() -> None:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_the_page_trains_the_weights_that_the_command_trains(
-    compose: Callable[..., Run], tmp_path: Path, run: str
+    compose: Callable[..., Run], tmp_path: Path, caplog: pytest.LogCaptureFixture, run: str
 ) -> None:
     small = (
         "experiment=smoke trainer=cpu ~logger data.eval_prompts=1 data.eval_images=1 model.micro_batch=5 family.pool=6"
@@ -40,6 +39,7 @@ def test_the_page_trains_the_weights_that_the_command_trains(
     cfg = compose(*small.split(), *others.split(), *run.split())
     of_page = iteration.train(cfg, torch.device("cpu")).state_dict()
     train(cfg)
+    assert ("It is a control" in caplog.text) == ("naive_quant" in run)
     state = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert len(state) > 100 and state.keys() <= of_page.keys()
     assert all(torch.equal(value, of_page[name]) for name, value in state.items())

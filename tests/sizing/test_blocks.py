@@ -20,6 +20,8 @@ from solrl_lightning.sizing.plan import plan_run, without_files
 
 Compose, Patch = Callable[..., Run], pytest.MonkeyPatch
 CPU = torch.device("cpu")
+# Layers with LoRA and quantised ones, which make graphs large.
+FEW_LAYERS = "model.lora.target_modules=[to_q]", "model.quantization.exclude={}", "model.quantization.include=['*.to_k']"
 
 
 def test_requantising_that_compiles_again_is_wrong(compose: Compose, monkeypatch: Patch) -> None:
@@ -32,7 +34,7 @@ def test_requantising_that_compiles_again_is_wrong(compose: Compose, monkeypatch
             written.add((module, name))
 
     monkeypatch.setattr(replica, "write_parameters", write)
-    cfg = compose("task=doctor")
+    cfg = compose("task=doctor", *FEW_LAYERS)
     (row,) = check_blocks(cfg, plan_run(without_files(cfg), resolve("bf16", "auto", CPU)), None, CPU, compiled=False)
     assert row.status == WRONG and "family.compile=false" in row.way_out
     assert row.measured == {"graphs": 2, "recompilations": 2, "backend": "eager"}
@@ -41,9 +43,7 @@ def test_requantising_that_compiles_again_is_wrong(compose: Compose, monkeypatch
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
 def test_all_samplers_of_a_run_are_compiled_with_both_batch_sizes(compose: Compose, monkeypatch: Patch) -> None:
     monkeypatch.setattr(blocks, "_CPU_PRODUCTS", 10**12)
-    small = ["model.rollout_batch=2", "model.micro_batch=1", "compile_training=true", "model.quantization.exclude={}"]
-    small += ["model.lora.target_modules=[to_q]", "model.quantization.include=['*.to_k']"]  # so that graphs are small
-    cfg = compose("task=doctor", *small)
+    cfg = compose("task=doctor", "model.rollout_batch=2", "model.micro_batch=1", "compile_training=true", *FEW_LAYERS)
     shadow = resolve("int8", "emulated", CPU)
     row, _ = check_blocks(cfg, plan_run(without_files(cfg), shadow), shadow, CPU, compiled=False)
     assert row.status == OK and row.measured is not None
