@@ -21,7 +21,11 @@ from solrl_lightning.sizing.plan import plan_run, without_files
 Compose, Patch = Callable[..., Run], pytest.MonkeyPatch
 CPU = torch.device("cpu")
 # Layers with LoRA and quantised ones, which make graphs large.
-FEW_LAYERS = "model.lora.target_modules=[to_q]", "model.quantization.exclude={}", "model.quantization.include=['*.to_k']"
+FEW_LAYERS = (
+    "model.lora.target_modules=[to_q]",
+    "model.quantization.exclude={}",
+    "model.quantization.include=['*.to_k']",
+)
 
 
 def test_requantising_that_compiles_again_is_wrong(compose: Compose, monkeypatch: Patch) -> None:

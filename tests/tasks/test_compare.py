@@ -79,6 +79,7 @@ def write_curve(folder: Path, evaluations: list[dict[str, Any]], *arguments: str
     return write_run(folder, evaluations[-1]["shapes"], *arguments, seed=seed, evaluations=evaluations)
 
 
+@pytest.mark.usefixtures("figures")
 def test_groups_differ_in_other_keys_than_the_seed_and_have_means_and_sample_deviations(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -479,6 +480,13 @@ def test_a_table_simulates_the_seconds_of_another_machine(compose: Compose, tmp_
         UserError, match="runs/2 explores down to noise levels, .* Use task.cost=flux1_h100 or 'task.cost={explore: 0"
     ):
         compared(compose, tmp_path / "runs", "*", "task.cost=flux1_h100")
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave compare.png empty where no test looks at it."""
+    if "figures" not in request.fixturenames:
+        monkeypatch.setattr("solrl_lightning.tasks.compare.draw_curves", lambda groups, result: b"")
 
 
 @pytest.fixture
