@@ -4,8 +4,7 @@ Words of shapes captions are words to their tokenizers. 32 x 32 pixels are 16 im
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from importlib.resources import files
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +63,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelineAdapter
@@ -297,9 +297,10 @@ def model_options(architecture: str) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != "_target_"}
 
 
+@cache
 def _node(architecture: str) -> DictConfig:
-    model = OmegaConf.load(str(files("solrl_lightning.conf") / f"model/{architecture}.yaml"))
-    return OmegaConf.create({"model": model}).model.policy
+    with ConfigTree() as tree:
+        return tree.compose([f"model={architecture}"]).model.policy
 
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
