@@ -472,7 +472,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("no ratio", "-log_ratio.exp() * (a", "-(a", PEPG),
         ("PEPG KL without gradient", "kl_weight * kl).float()", "kl_weight * kl.detach()).float()", PEPG),
         ("PEPG scale", "a = advantage_scale * advantage", "a = advantage", PEPG),
-        ("log-ratios of both signs cancel", "log_ratio=log_ratio.abs().mean()", "log_ratio=log_ratio.mean()", PEPG),
+        ("log-ratios of both signs cancel", "log_ratio=log_ratio.abs()", "log_ratio=log_ratio", PEPG),
     ],
     "solrl_lightning/rewards/weighted.py": [
         ("error of a frame names another video", "error.row // each", "error.row", FRAMES),

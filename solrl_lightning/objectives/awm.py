@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.objectives.base import KLObjective, Loss, mean_square
+from solrl_lightning.objectives.base import KLObjective, Loss, kl_to, mean_square, means
 from solrl_lightning.options.rules import NotNegative, Positive
 from solrl_lightning.rollout.records import TrainingBatch
 
@@ -84,8 +84,6 @@ def awm_loss(
     Raises:
         ValueError: a velocity is None and its weight is not 0.
     """
-    if reference_velocity is None and kl_weight != 0:
-        raise ValueError(f"kl_weight={kl_weight} needs the reference velocity; pass it or set kl_weight=0")
     if old_velocity is None and old_weight != 0:
         raise ValueError(f"old_weight={old_weight} needs the old policy's velocity; pass it or set old_weight=0")
     v = velocity.float()
@@ -98,16 +96,11 @@ def awm_loss(
     ratio = (log_likelihood - old_log_likelihood).exp()
     a = advantage.to(v.device, torch.float64).clamp(-advantage_clip, advantage_clip) / advantage_clip
     policy = torch.maximum(-a * ratio, -a * ratio.clamp(1 - ratio_clip, 1 + ratio_clip))
-
-    kl = torch.zeros_like(policy) if reference_velocity is None else mean_square(v - reference_velocity.detach())
+    kl = kl_to(reference_velocity, v, kl_weight)
     drift = torch.zeros_like(policy) if old_velocity is None else mean_square(v - sampled)
     rows = (policy + kl_weight * kl + old_weight * drift).float()
     return AWMLoss(
-        loss=rows.mean(),
-        rows=rows,
-        policy=policy.detach().mean().float(),
-        kl=kl.detach().mean().float(),
-        drift=drift.detach().mean().float(),
-        ratio=ratio.detach().mean().float(),
-        clipped=((ratio.detach() - 1).abs() > ratio_clip).float().mean(),
+        rows.mean(),
+        rows,
+        **means(policy=policy, kl=kl, drift=drift, ratio=ratio, clipped=((ratio - 1).abs() > ratio_clip).float()),
     )

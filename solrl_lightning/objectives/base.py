@@ -133,6 +133,24 @@ def mean_square(difference: Tensor) -> Tensor:
     return difference.square().mean(dim=tuple(range(1, difference.ndim)), dtype=torch.float64)
 
 
+def kl_to(reference_velocity: Tensor | None, velocity: Tensor, kl_weight: float) -> Tensor:
+    """Return the KL term before its weight, float64 [B]: the mean square of v - v_ref; 0 without a reference.
+
+    Raises:
+        ValueError: `reference_velocity` is None and kl_weight is not 0.
+    """
+    if reference_velocity is not None:
+        return mean_square(velocity - reference_velocity.detach())
+    if kl_weight != 0:
+        raise ValueError(f"kl_weight={kl_weight} needs the reference velocity; pass it or set kl_weight=0")
+    return torch.zeros(velocity.shape[0], dtype=torch.float64, device=velocity.device)
+
+
+def means(**terms: Tensor) -> dict[str, Tensor]:
+    """Return the mean of each term [B] as a float32 scalar without gradients, for logging."""
+    return {name: term.detach().mean().float() for name, term in terms.items()}
+
+
 def check_objective(objective: Objective, num_steps: int) -> None:
     """UserError unless what ``objective`` declares fits a sampler of ``num_steps``."""
     needs, transitions = objective.needs, objective.transitions(num_steps, 0)

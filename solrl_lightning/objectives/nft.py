@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.objectives.base import KLObjective, Loss, mean_square
+from solrl_lightning.objectives.base import KLObjective, Loss, kl_to, mean_square, means
 from solrl_lightning.options.rules import Positive
 from solrl_lightning.rollout.records import TrainingBatch
 
@@ -75,10 +75,8 @@ def nft_loss(
     Only `velocity` receives gradients. `reference_velocity` may be None if kl_weight is 0.
 
     Raises:
-        ValueError: `reference_velocity` is None and kl_weight is not 0.
+        ValueError: see `kl_to`.
     """
-    if reference_velocity is None and kl_weight != 0:
-        raise ValueError(f"kl_weight={kl_weight} needs the reference velocity; pass it or set kl_weight=0")
     v, v_old = velocity.float(), old_velocity.detach().float()
     level = sigma.float().expand(v.shape[0]).view(-1, *[1] * (v.ndim - 1))
 
@@ -89,17 +87,12 @@ def nft_loss(
     # The optimality probability r in [0, 1]; 1/2 is an average sample.
     r = advantage.to(v.device, torch.float64).clamp(-advantage_clip, advantage_clip) / advantage_clip / 2 + 0.5
     policy = advantage_clip * (r * positive + (1 - r) * negative) / beta
-
-    kl = torch.zeros_like(policy) if reference_velocity is None else mean_square(v - reference_velocity.detach())
+    kl = kl_to(reference_velocity, v, kl_weight)
     rows = (policy + kl_weight * kl).float()
     return NFTLoss(
-        loss=rows.mean(),
-        rows=rows,
-        policy=policy.detach().mean().float(),
-        kl=kl.detach().mean().float(),
-        positive=positive.detach().mean().float(),
-        negative=negative.detach().mean().float(),
-        drift=mean_square(v.detach() - v_old).mean().float(),
+        rows.mean(),
+        rows,
+        **means(policy=policy, kl=kl, positive=positive, negative=negative, drift=mean_square(v.detach() - v_old)),
         clipped=(advantage.abs() > advantage_clip).float().mean(),
     )
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.objectives.base import KLObjective, Loss, mean_square
+from solrl_lightning.objectives.base import KLObjective, Loss, kl_to, mean_square, means
 from solrl_lightning.objectives.nft import normalised_error
 from solrl_lightning.options.rules import Positive
 from solrl_lightning.rollout.records import TrainingBatch
@@ -66,10 +66,8 @@ def pepg_loss(
     Only `velocity` receives gradients. `reference_velocity` may be None if kl_weight is 0.
 
     Raises:
-        ValueError: `reference_velocity` is None and kl_weight is not 0.
+        ValueError: see `kl_to`.
     """
-    if reference_velocity is None and kl_weight != 0:
-        raise ValueError(f"kl_weight={kl_weight} needs the reference velocity; pass it or set kl_weight=0")
     v, v_old = velocity.float(), old_velocity.detach().float()
     level = sigma.float().expand(v.shape[0]).view(-1, *[1] * (v.ndim - 1))
 
@@ -77,15 +75,11 @@ def pepg_loss(
     log_ratio = likelihood.detach() + normalised_error(x_t.float() - level * v_old, x0.float())
     a = advantage_scale * advantage.to(v.device, torch.float64)
     policy = -log_ratio.exp() * (a - log_ratio) * likelihood
-
-    kl = torch.zeros_like(policy) if reference_velocity is None else mean_square(v - reference_velocity.detach())
+    kl = kl_to(reference_velocity, v, kl_weight)
     rows = (policy + kl_weight * kl).float()
     return PEPGLoss(
-        loss=rows.mean(),
-        rows=rows,
-        policy=policy.detach().mean().float(),
-        kl=kl.detach().mean().float(),
-        drift=mean_square(v.detach() - v_old).mean().float(),
-        likelihood=likelihood.detach().mean().float(),
-        log_ratio=log_ratio.abs().mean().float(),
+        rows.mean(),
+        rows,
+        **means(policy=policy, kl=kl, drift=mean_square(v.detach() - v_old)),
+        **means(likelihood=likelihood, log_ratio=log_ratio.abs()),
     )

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.objectives.base import Loss, Objective, mean_square
+from solrl_lightning.objectives.base import Loss, Objective, mean_square, means
 from solrl_lightning.options.rules import Positive, Share
 from solrl_lightning.rollout.records import TrainingBatch
 
@@ -72,9 +72,4 @@ def ram_loss(
     error = (x_t.double() - x0.double()) / level - old_velocity.detach().double()  # v* - v_old
     correction = strength * advantage.to(v.device, torch.float64).view(each) * error
     rows = mean_square(v - (v_ref + correction)).float()
-    return RAMLoss(
-        loss=rows.mean(),
-        rows=rows,
-        kl=mean_square(v.detach() - v_ref).mean().float(),
-        correction=mean_square(correction).mean().float(),
-    )
+    return RAMLoss(rows.mean(), rows, **means(kl=mean_square(v.detach() - v_ref), correction=mean_square(correction)))
