@@ -384,7 +384,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", CHUNKS),
         ("prefix loses its place", "if whole is not None and whole.finished:", "if whole is not None:", CHUNKS),
         ("no second try", "return retry_with_empty_cache(chunk)", "return chunk()", CHUNKS),
-        ("chunk without its own noise", "model.noise(flat[index])", "model.noise(flat[: len(index)])", CHUNKS),
+        ("chunk without its own noise", "model.noise(starts[index])", "model.noise(starts[: len(index)])", CHUNKS),
+        ("noise of another prompt", "seeds[:, :1].expand_as(seeds)", "seeds[:1, :1].expand_as(seeds)", CHUNKS),
     ],
     "solrl_lightning/rollout/scoring_worker.py": [
         ("scores on GPU 0", '(1, "scoring", *settings)', '(1, "scoring")', CHUNKS),

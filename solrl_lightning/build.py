@@ -328,7 +328,7 @@ def build_loop(
     return ExploreTrainLoop(
         trainer,
         schedule=PromptSchedule(prompts, cfg.prompts_per_iteration, cfg.seed),
-        stages=cfg.family.stages(sigmas, objective.solver),
+        stages=cfg.family.stages(sigmas, objective.solver, objective.shared_noise),
         pool=cfg.family.pool,
         objective=objective,
         micro_batch=cfg.model.micro_batch,

@@ -21,7 +21,6 @@ from solrl_lightning.data.prompt import identities
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.facts import prompt_sets
 from solrl_lightning.options.run import Run
-from solrl_lightning.rollout.chunks import one_noise
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts
 from solrl_lightning.rollout.stage import EXPLORE, Stage
@@ -38,7 +37,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     model, transformers = module.model, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
-    stages = cfg.family.stages(model.sigmas, objective.solver)  # explore ..., regenerate
+    stages = cfg.family.stages(model.sigmas, objective.solver, objective.shared_noise)  # explore ..., regenerate
     sigmas = model.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
     rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
@@ -50,8 +49,6 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         recorded: range, encoded: EncodedPrompts, stage: Stage, seeds: Tensor, state: SolverState | None
     ) -> Candidates:
         """Sample and score the candidates of seeds [P, n]; in the last stage the steps ``recorded`` take noise."""
-        if objective.shared_noise and len(stages) == 1:
-            state = one_noise(model, seeds)
         steps = range(0) if stage.name == EXPLORE else recorded
         return module.run_stage(stage, encoded, seeds, initial_state=state, transitions=steps)
 

@@ -26,7 +26,7 @@ class Rung(Group):
 class Exploration(Stage):
     """A cheap way to score the candidates of a pool: a stage, or several that are its rungs."""
 
-    no_keys = ("name", "keep", "with_states")
+    no_keys = ("name", "keep", "with_states", "shared_noise")
     rungs: list[Rung] | None = None
     """Several steps after which candidates are scored and some of them continue."""
 
@@ -96,7 +96,7 @@ class Exploration(Stage):
 class Regeneration(Stage):
     """The pass that gives the images to train on, which are whole."""
 
-    no_keys = ("name", "keep", "with_states", "stop_after", "stop_below", "decoder")
+    no_keys = ("name", "keep", "with_states", "shared_noise", "stop_after", "stop_below", "decoder")
     solver: SolverName
     """Solver of the noise levels."""
 
@@ -149,12 +149,15 @@ class Family(Pool):
         """The name of the sampler that explores, if one does."""
         return set() if self.explore is None else {self.explore.sampler}
 
-    def stages(self, sigmas: Sigmas, solver: Any = None) -> list[Stage]:
+    def stages(self, sigmas: Sigmas, solver: Any = None, shared_noise: bool = False) -> list[Stage]:
         """Return the passes over the pool: those that explore, if it does, and the one that regenerates.
 
-        ``sigmas``: the model's noise levels. ``solver``: that of the last pass, if the objective has its own.
+        Args:
+            sigmas: the model's noise levels.
+            solver: that of the last pass, if the objective has its own.
+            shared_noise: of a family that does not explore; those that do rank start noises.
         """
         last = self.regenerate.but(solver=solver or self.regenerate.solver)
         if self.explore is None:
-            return [last.but(keep=self.keep)]
+            return [last.but(keep=self.keep, shared_noise=shared_noise)]
         return [*self.explore.stages("family.explore", self.regenerate.solver, self.keep, sigmas), last]

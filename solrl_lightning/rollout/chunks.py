@@ -80,7 +80,7 @@ def iter_sampled_chunks(
     initial_state: SolverState | None = None,
     transitions: range = range(0),
 ) -> Iterator[Chunk]:
-    """Yield the chunks of seeds [P, N] after ``stage``, from their noise or from ``initial_state`` [P, N, ...].
+    """Yield the chunks of seeds [P, N] after ``stage``, from its noise or from ``initial_state`` [P, N, ...].
 
     The steps ``transitions`` are recorded, and a stochastic solver adds noise to them. Halves the batch size after an
     out-of-memory error.
@@ -89,12 +89,13 @@ def iter_sampled_chunks(
     assert solver is not None, "Family.stages sets it"
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
+    starts = seeds[:, :1].expand_as(seeds).flatten() if stage.shared_noise else flat
     points_to_record = range(transitions.start, transitions.stop + 1) if transitions else range(0)
 
     def integrate(index: Tensor) -> tuple[SolverState, RecordedSteps | None]:
         _, conditioning = prompts.gather(owner[index])
         if initial_state is None:
-            first = start(model.noise(flat[index]))
+            first = start(model.noise(starts[index]))
         else:
             first = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], initial_state)
 
@@ -126,12 +127,6 @@ def iter_sampled_chunks(
             continue
         yield Chunk(index, *map_tensors(itemgetter(slice(len(index))), (state, recorded)))
         done += len(index)
-
-
-def one_noise(model: PipelineAdapter, seeds: Tensor) -> SolverState:
-    """Return the start [P, N, ...] of seeds [P, N] from one noise for each prompt, of its first seed."""
-    first = model.noise(seeds[:, 0])
-    return start(first[:, None].expand(*seeds.shape, *first.shape[1:]))
 
 
 def record(states: Sequence[SolverState]) -> RecordedSteps:

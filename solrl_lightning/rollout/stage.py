@@ -19,7 +19,7 @@ _ROUNDING = 1e-6  # of noise levels in float32
 
 
 class Stage(Group):
-    """One pass over the candidates; an option of sampling is a field. The last three are no keys: families set them."""
+    """One pass over the candidates; an option of sampling is a field. The last four are no keys: families set them."""
 
     sampler: Sampler
     """Weights that sample: shadow (the quantised copy of the policy), merged (BF16 with the LoRA merged into the
@@ -40,6 +40,8 @@ class Stage(Group):
     """The best and the worst by reward, passed to the next stage or to training; None: all."""
     with_states: bool = True
     """Whether the states are read, by a stage that resumes them or by training; if not, they are scored and freed."""
+    shared_noise: bool = False
+    """Start all candidates of a prompt from the noise of its first seed."""
 
     def but(self, **changes: Any) -> "Stage":
         """Return a stage with other values, which are not checked."""

@@ -35,7 +35,6 @@ from solrl_lightning.data.prompts import PromptSchedule, digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.guidance import forward_passes
-from solrl_lightning.rollout.chunks import one_noise
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates_per_prompt, velocities_per_prompt
@@ -232,8 +231,6 @@ class ExploreTrainLoop(_FitLoop):
         with self.stopwatch.stage(stage.name), self.trainer.profiler.profile(stage.name):  # type: ignore[attr-defined]
             if stage.name != EXPLORE:
                 transitions = self.objective.transitions(stage.steps, self.trainer.current_epoch)
-                if self.objective.shared_noise and len(self.stages) == 1:
-                    initial_state = one_noise(module.model, seeds)
             progress = self.stopwatch.progress
             return module.run_stage(stage, prompts, seeds, progress, initial_state, transitions)
 

@@ -103,11 +103,12 @@ def run(
     with_states: bool = True,
     initial_state: SolverState | None = None,
     stop_after: int | None = None,
+    shared_noise: bool = False,
 ) -> Candidates:
     """Samples ``seeds`` in batches, which are of a fixed size unless a `BatchSize` says otherwise."""
     batch_size = batch if isinstance(batch, BatchSize) else BatchSize(batch, True)
     prompts = EncodedPrompts(prompts_of(texts), model.encode(prompts_of(texts)))
-    stage = Stage(sampler="merged", steps=steps, stop_after=stop_after).but(solver=solver)
+    stage = Stage(sampler="merged", steps=steps, stop_after=stop_after).but(solver=solver, shared_noise=shared_noise)
     chunks = iter_sampled_chunks(model, model.transformer, batch_size, prompts, seeds, stage, initial_state)
     score = partial(score_images, decode or model.decode, or_nan=only_ranks)
     worker = partial(background_worker, model.device) if overlap else inline_worker
@@ -262,6 +263,11 @@ def test_latents_that_nothing_reads_are_freed_chunk_by_chunk(model: Recorder, ov
     assert (overlap or alive == [0] * 5) and not any(latents() is not None for latents in decoded)
     assert scored.state is None and scored.recorded_steps is None
     assert torch.equal(scored.rewards, whole.rewards) and torch.equal(scored.merits, whole.merits)
+
+
+def test_shared_noise_is_that_of_the_first_seed(model: Recorder) -> None:
+    shared, expected = run(model, shared_noise=True), run(model, seeds=SEEDS[:, :1].expand_as(SEEDS))
+    assert torch.equal(shared.x0, expected.x0) and torch.equal(shared.seeds, SEEDS)
 
 
 @pytest.mark.parametrize("solver", ["euler", "dpm2"])
