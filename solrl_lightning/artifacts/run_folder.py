@@ -74,16 +74,17 @@ def check_free(folder: Path) -> None:
 
 
 @contextmanager
-def claimed(folder: Path, new: bool) -> Iterator[None]:
+def claimed(folder: Path, new: bool, other: str = _OTHER_FOLDER) -> Iterator[None]:
     """Make and lock ``folder``, and remove it on exit if it is still empty.
 
     Args:
         new: whether to repeat `check_new`, because another process may have run in it since.
+        other: the options that choose another folder.
     """
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / _LOCK, "a") as file:
-        _lock(file, folder)
+        _lock(file, folder, other)
         try:
             if new:
                 check_new(folder)
@@ -96,7 +97,7 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
                     path.rmdir()
 
 
-def _lock(file: IO[str], folder: Path) -> None:
+def _lock(file: IO[str], folder: Path, other: str = _OTHER_FOLDER) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it with the process, also after a kill
         used = os.fstat(file.fileno()).st_nlink == 0  # its holder removed it after this process had opened it
@@ -108,7 +109,7 @@ def _lock(file: IO[str], folder: Path) -> None:
     if used:
         raise UserError(
             f"The folder {folder} is in use: a run in it has not ended. Wait for it, or choose another folder with "
-            f"{_OTHER_FOLDER}."
+            f"{other}."
         )
 
 

@@ -14,13 +14,17 @@ _WIDTH, _NAME, _STATUS = 100, 20, 9  # columns of a row and of its first two par
 
 
 class Row(NamedTuple):
-    """The result of a check. ``slow``: works, and another option is faster; ``skipped``: not checked."""
+    """The result of a check. ``slow``: works, and another option is faster; ``skipped``: not checked.
+
+    ``expected``: the range of a result that is ``ok``, and where it is from; empty if any result is.
+    """
 
     check: str
     status: str
     result: str
     way_out: str = ""
     measured: Mapping[str, Any] | None = None
+    expected: str = ""
 
 
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:

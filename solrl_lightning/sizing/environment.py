@@ -39,20 +39,27 @@ def judge_transformer_engine(packages: Mapping[str, str | None]) -> Row:
     """Return the row on Transformer Engine. Its first package imports without the second, but cannot compute."""
     half = len({version is None for version in packages.values()}) > 1
     way_out = "pip install 'transformer-engine[pytorch]', which builds the missing one" if half else ""
-    return Row("transformer engine", WRONG if half else OK, _listed(packages), way_out, dict(packages))
+    return Row(
+        "transformer engine",
+        WRONG if half else OK,
+        _listed(packages),
+        way_out,
+        dict(packages),
+        "both packages or none: the first needs the second",
+    )
 
 
 def judge_cuda(system: SystemEnv) -> Row:
     """Return the row on CUDA: wrong if the driver sees a GPU and torch finds none."""
     built_for = system.cuda_compiled_version
     text = f"torch is built for {f'CUDA {built_for}' if built_for else 'the CPU only'}; "
-    gpus = "; ".join((system.nvidia_gpu_models or "").splitlines())
+    gpus, expected = "; ".join((system.nvidia_gpu_models or "").splitlines()), "torch finds a GPU where nvidia-smi does"
     text += f"driver {system.nvidia_driver_version} sees {gpus}" if gpus else "nvidia-smi sees no GPU"
     if not gpus or system.is_cuda_available == "True":
-        return Row("cuda", OK, text)
+        return Row("cuda", OK, text, expected=expected)
     newer = "a driver for that CUDA, or a torch that is built for an older one"
     way_out = f"{newer if built_for else 'a torch that is built for CUDA'}: https://pytorch.org/get-started"
-    return Row("cuda", WRONG, f"{text}; but torch finds none", way_out)
+    return Row("cuda", WRONG, f"{text}; but torch finds none", way_out, expected=expected)
 
 
 def local_path(source: str) -> Path | None:

@@ -23,6 +23,7 @@ from solrl_lightning.sizing.plan import Plan
 from solrl_lightning.sizing.timing import format_seconds, least_seconds
 
 _MOST_ROWS = {"cuda": 16384, "cpu": 1024}  # of a layer's input
+_FASTER = 0.9  # of the chosen backend's seconds, below which another one is named
 _COMPARED = 256  # rows that are compared with the exact product
 NO_SHADOW = "family=prefix, which needs no shadow"
 
@@ -35,10 +36,11 @@ def judge_backend(backend: Backend, device: torch.device, used: bool) -> Row:
     text = (
         f"{backend.description.rstrip('.')}. Others here: {', '.join(f'{name} ({by})' for name, by in others.items())}"
     )
+    expected = "a backend that is not emulated" if device.type == "cuda" else ""
     if backend.name == "emulated" and device.type == "cuda":
         faster = [f"precision={name}" for name, by in others.items() if by != "emulated"]
-        return Row("precision", SLOW, text, " or ".join([*faster, NO_SHADOW]), measured)
-    return Row("precision", OK, text, "", measured)
+        return Row("precision", SLOW, text, " or ".join([*faster, NO_SHADOW]), measured, expected)
+    return Row("precision", OK, text, "", measured, expected)
 
 
 def quantized_shapes(run: Plan) -> dict[tuple[int, int], int]:
@@ -119,14 +121,15 @@ def judge_backends(check: str, chosen: str, seconds: Mapping[str, float], failur
     times = [f"{name} {format_seconds(value)}" for name, value in seconds.items()]
     text = ", ".join(times) + "".join(f"; {name} fails ({reason})" for name, reason in failures.items())
     measured = {"seconds": dict(seconds), "failures": dict(failures)}
+    expected = f"{chosen} works, and the fastest takes at least {_FASTER:g} of its seconds"
     fastest = min(seconds, key=seconds.__getitem__)
     precision, _, backend = fastest.partition(" ")
     way_out = f"precision={precision} precision.backend={backend.strip('()')}" if backend else NO_SHADOW
     if chosen in failures:
-        return Row(check, WRONG, text, way_out, measured)
-    if chosen in seconds and seconds[fastest] < 0.9 * seconds[chosen]:
-        return Row(check, SLOW, text, way_out, measured)
-    return Row(check, OK, text, "", measured)
+        return Row(check, WRONG, text, way_out, measured, expected)
+    if chosen in seconds and seconds[fastest] < _FASTER * seconds[chosen]:
+        return Row(check, SLOW, text, way_out, measured, expected)
+    return Row(check, OK, text, "", measured, expected)
 
 
 def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, limit: float | None = None) -> float:
@@ -151,9 +154,10 @@ def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compi
     how = "compiled" if compiled else "eager"
     text = f"{format_seconds(seconds)}, {seconds / bf16:.2f} x BF16's {format_seconds(bf16)}, {how}"
     measured = {"seconds": seconds, "bf16_seconds": bf16, "compiled": compiled}
-    slow = backend.name != "emulated" and backend.linear_cls is not None and seconds > bf16
+    quantized = backend.name != "emulated" and backend.linear_cls is not None
+    expected, slow = "at most BF16's seconds" if quantized else "", quantized and seconds > bf16
     way_out = f"{'another precision' if compiled else 'family.compile=true'}, or {NO_SHADOW}"
-    return Row(check, SLOW if slow else OK, text, way_out if slow else "", measured)
+    return Row(check, SLOW if slow else OK, text, way_out if slow else "", measured, expected)
 
 
 def judge_error(speed: Row, error: float, precision: str) -> Row:
@@ -161,7 +165,9 @@ def judge_error(speed: Row, error: float, precision: str) -> Row:
     tolerance = FORMATS[precision].tolerance
     text = f"{speed.result}; error {error:.1e} of the largest output, tolerated {tolerance:.1e}"
     measured = {**(speed.measured or {}), "error": error, "tolerance": tolerance}
+    of_error = f"an error of at most {tolerance:.1e}: BF16 rounds outputs, and compiled code the inputs"
+    expected = "; ".join(filter(None, [of_error, speed.expected]))
     if not error <= tolerance:
         way_out = "precision.backend=emulated, and a report of this with doctor.json"
-        return Row(speed.check, WRONG, text, way_out, measured)
-    return speed._replace(result=text, measured=measured)
+        return Row(speed.check, WRONG, text, way_out, measured, expected)
+    return speed._replace(result=text, measured=measured, expected=expected)

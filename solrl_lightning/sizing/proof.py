@@ -45,6 +45,10 @@ class Failed(Exception):
     """A command of a step has ended with an error."""
 
 
+# Ends a command, with all its processes, when the write end of its input closes: also where this process is killed.
+_ENDER = ["sh", "-c", 'read -r _; kill -KILL "-$0"']
+
+
 class Runner:
     """Runs the commands of a step in its folder.
 
@@ -59,7 +63,12 @@ class Runner:
         self.log, self.commands = folder / "log.txt", list[str]()
 
     def run(self, *arguments: str, accepted: tuple[int, ...] = (0,), kill_at: Path | None = None) -> None:
-        """Run a command, and kill it when the file ``kill_at`` exists.
+        """Run a command as `watch` does."""
+        for _ in self.watch(*arguments, accepted=accepted, kill_at=kill_at):
+            pass
+
+    def watch(self, *arguments: str, accepted: tuple[int, ...] = (0,), kill_at: Path | None = None) -> Iterator[None]:
+        """Run a command, and kill it when the file ``kill_at`` exists. Yield many times while it runs, and at its end.
 
         Raises:
             CutOff: the time is up.
@@ -77,15 +86,18 @@ class Runner:
                 stderr=log,
                 start_new_session=True,
             )
-            try:
-                while process.poll() is None and not (kill_at and kill_at.exists()):
-                    if time.monotonic() > self.end:
+            ender = [*_ENDER, str(process.pid)]
+            with (
+                process,
+                subprocess.Popen(ender, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True),
+            ):
+                running = True
+                while running:
+                    running = process.poll() is None and not (kill_at and kill_at.exists())
+                    yield
+                    if running and time.monotonic() > self.end:
                         raise CutOff
-                    time.sleep(0.05)
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                    time.sleep(0.05 * running)
         if process.returncode not in accepted:
             lines = self.log.read_text(errors="replace").split("\n")
             raise Failed(next((line for line in reversed(lines) if line.strip()), "no output"))
@@ -136,9 +148,12 @@ def steps_of(hardware: Hardware) -> list[Step]:
 
 
 def examine(options: tuple[str, ...], runner: Runner) -> Iterator[Row]:
-    """Yield the rows of task=doctor."""
-    runner.run("task=doctor", *options, "hydra.run.dir=run", accepted=(0, 1))
-    yield from (Row(**row) for row in runner.read("run/doctor.json")["rows"])
+    """Yield the rows of task=doctor as it writes them."""
+    file, known = "run/doctor.json", 0
+    for _ in runner.watch("task=doctor", *options, "hydra.run.dir=run", accepted=(0, 1)):
+        rows = runner.read(file)["rows"] if (runner.folder / file).exists() else []
+        yield from (Row(**row) for row in rows[known:])
+        known = len(rows)
 
 
 def train(family: str, options: tuple[str, ...], reward: float | None, runner: Runner) -> Iterator[Row]:
@@ -153,18 +168,20 @@ def train(family: str, options: tuple[str, ...], reward: float | None, runner: R
         f"{number(laps[-1]['time/iteration'], 3)} s the last one"
     )
     measured = {"evaluations": rows, "laps": laps, "precision_backend": facts["precision_backend"]}
+    expected = ""
     if reward is not None:
+        expected = f"at least {reward:g}: runs on a CPU have it after 36 iterations (docs/measurements.md)"
         reached = first_reached([row["seconds"] for row in rows], [row["shapes"] - reward for row in rows])
         first = max(0, laps[0]["time/iteration"] - laps[-1]["time/iteration"])
         measured |= {"reward": reward, "seconds": reached, "first_iteration": first}
         if reached is None:
             way_out = command_line([f"family={family}", "precision=bf16"])
-            yield Row("reward", WRONG, f"{text}; {reward:g} is not reached", way_out, measured)
+            yield Row("reward", WRONG, f"{text}; {reward:g} is not reached", way_out, measured, expected)
             return
         text += f"; {reward:g} after {reached:.1f} s, {max(0, reached - first):.1f} without compilation"
     else:
         text += "; a reward changes by chance in so few"
-    yield Row("reward", OK, text, "", measured)
+    yield Row("reward", OK, text, "", measured, expected)
 
 
 def resume(runner: Runner) -> Iterator[Row]:
@@ -178,7 +195,9 @@ def resume(runner: Runner) -> Iterator[Row]:
     largest = max((whole[key] - resumed[key]).abs().max().item() for key in whole)
     text = "killed after its first iteration and resumed, trainer.deterministic=true: "
     text += f"weights differ by {largest:.1e}" if largest else "the weights of a whole run, bit for bit"
-    yield Row("resume", WRONG if largest else OK, text, "trainer.deterministic=warn" if largest else "")
+    way_out = "trainer.deterministic=warn" if largest else ""
+    expected = "a difference of 0: with trainer.deterministic=true a run resumes bit for bit (docs/resume.md)"
+    yield Row("resume", WRONG if largest else OK, text, way_out, {"difference": largest}, expected)
 
 
 def full_size(model: str, family: str, hardware: Hardware, runner: Runner) -> Iterator[Row]:
@@ -197,8 +216,8 @@ def full_size(model: str, family: str, hardware: Hardware, runner: Runner) -> It
     peak, planned = facts["peak_memory_bytes"], plan["peak"]
     text = f"peak {peak / 1e9:.3g} GB, planned {planned / 1e9:.3g} GB; {' '.join(smaller) or 'no option changed'}"
     way_out = f"a report of this, and the options of the next smaller card: task=plan model={model}"
-    measured = {"peak": peak, "planned": planned}
-    yield Row("memory", WRONG if peak > planned else OK, text, way_out if peak > planned else "", measured)
+    measured, expected = {"peak": peak, "planned": planned}, f"at most {planned / 1e9:.3g} GB: the peak of task=plan"
+    yield Row("memory", WRONG if peak > planned else OK, text, way_out if peak > planned else "", measured, expected)
     yield judge_seconds(model, family, hardware, counts(Run(str(runner.folder / "run"), facts)), lap)
 
 
@@ -221,10 +240,11 @@ def judge_seconds(model: str, family: str, hardware: Hardware, units: dict[str, 
         f"{stage} {number(seconds[stage], 3)} s, estimate {number(estimates[stage], 3)} s" for stage in seconds
     )
     measured = {"seconds": seconds, "estimates": estimates, "lap": lap}
+    expected = f"at most {_SLOWEST:g} times the estimates: those of task=compare task.cost={model}_{card}"
     if all(seconds[stage] <= _SLOWEST * estimates[stage] for stage in seconds):
-        return Row("seconds", OK, text, "", measured)
+        return Row("seconds", OK, text, "", measured, expected)
     way_out = f"task=benchmark model={model} model.weights=random data=shapes prompts_per_iteration=1".split()
-    return Row("seconds", SLOW, text, command_line([*way_out, f"task.families=[{family}]"]), measured)
+    return Row("seconds", SLOW, text, command_line([*way_out, f"task.families=[{family}]"]), measured, expected)
 
 
 def _compiled_once(runner: Runner) -> Row:
@@ -232,7 +252,8 @@ def _compiled_once(runner: Runner) -> Row:
     again = runner.recompilations()
     way_out = "family.compile=false compile_training=false, and a report of this with log.txt" if again else ""
     text = f"{again} recompilations after the first iteration"
-    return Row("compilation", WRONG if again else OK, text, way_out, {"recompilations": again})
+    expected = "0: all later iterations have the shapes of the first"
+    return Row("compilation", WRONG if again else OK, text, way_out, {"recompilations": again}, expected)
 
 
 def _laps(folder: Path) -> list[dict[str, float]]:

@@ -44,12 +44,13 @@ def judge_memory(footprint: Footprint, options: Options, total: int, parts: Mapp
         f"{', '.join(f'{name} {parts[name] / 1e9:.2g}' for name in largest)}"
     )
     measured = {"planned": planned, "total": total, "parts": dict(parts)}
+    expected = f"at most {total / 1e9:.3g} GB: the memory of the device"
     if planned <= total:
-        return Row("memory", OK, text, "", measured)
+        return Row("memory", OK, text, "", measured, expected)
     smaller = fit(footprint, options, total)
     fits = footprint.peak(smaller) <= total
     way_out = " ".join(overrides(smaller, options)) if fits else "a smaller model, or a device with more memory"
-    return Row("memory", WRONG, text, way_out, measured)
+    return Row("memory", WRONG, text, way_out, measured, expected)
 
 
 def run_files(cfg: Run) -> dict[str, str]:

@@ -5,7 +5,7 @@ Layers and blocks have the sizes of the chosen model and random weights, so only
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -41,12 +41,12 @@ from solrl_lightning.sizing.trial import (
 
 
 def doctor(cfg: Run) -> Json:
-    """Print each row when it is measured, and write all to ``doctor.json``.
+    """Print each row when it is measured, and write it to ``doctor.json``.
 
     Raises:
         CheckFailed: a row is wrong.
     """
-    start, rows = time.perf_counter(), []
+    start, rows, path = time.perf_counter(), list[Row](), Path(cfg.run_dir) / "doctor.json"
     logging.disable(logging.INFO)  # messages of a run's start would appear between the rows
     try:
         files = (locate(key, source) for key, source in run_files(cfg).items())
@@ -54,30 +54,33 @@ def doctor(cfg: Run) -> Json:
         for row in chain(check_machine(), files, run):
             rows.append(row)
             print(format_row(row), flush=True)
+            result = report(cfg, rows, time.perf_counter() - start)
+            write_json(path, result)
     finally:
         logging.disable(logging.NOTSET)
-    counts = {status: sum(row.status == status for row in rows) for status in (OK, SLOW, WRONG, SKIPPED)}
-    result = {
+    counted = ", ".join(f"{n} {status}" for status, n in result["counts"].items())
+    whole = f"{result['seconds_since_process_start']:.0f} s with start-up"
+    print(f"{counted}, in {result['seconds']:.0f} s ({whole})\n  {path}")
+    wrong = dict.fromkeys(row.check for row in rows if row.status == WRONG)
+    if wrong:
+        raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")
+    return result
+
+
+def report(cfg: Run, rows: Sequence[Row], seconds: float) -> Json:
+    """Return the content of ``doctor.json``, with the rows so far."""
+    return {
         "model": cfg.model.pretrained,
         "weights": cfg.model.weights,
         "precision": cfg.precision.model_dump(),
         "family": cfg.tree()["family"],
         "rewards": list(cfg.reward.members),
-        "counts": counts,
+        "counts": {status: sum(row.status == status for row in rows) for status in (OK, SLOW, WRONG, SKIPPED)},
         "rows": [row._asdict() for row in rows],
         "peak_memory": peak_memory(torch.device("cpu"))[0],
-        "seconds": time.perf_counter() - start,
+        "seconds": seconds,
         "seconds_since_process_start": time.perf_counter() - solrl_lightning.BEGAN,
     }
-    path = Path(cfg.run_dir) / "doctor.json"
-    write_json(path, result)
-    counted = ", ".join(f"{n} {status}" for status, n in counts.items())
-    whole = f"{result['seconds_since_process_start']:.0f} s with start-up"
-    print(f"{counted}, in {result['seconds']:.0f} s ({whole})\n  {path}")
-    if counts[WRONG]:
-        wrong = dict.fromkeys(row.check for row in rows if row.status == WRONG)
-        raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")
-    return result
 
 
 def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:

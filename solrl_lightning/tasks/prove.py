@@ -1,19 +1,20 @@
 """task=prove: what this machine computes, step by step, as a page.
 
 A step runs commands of this application in processes of their own, with a time limit. Its rows are as those of
-task=doctor: what is slow or wrong has the next command to run. The page is complete after every step.
+task=doctor: what is slow or wrong has the next command to run. Both files are written after every row.
 """
 
 import json
 import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from solrl_lightning import __version__
-from solrl_lightning.artifacts.files import write_atomically
-from solrl_lightning.artifacts.formatting import command_line, counted, duration
+from solrl_lightning.artifacts.files import finite_only, write_atomically
+from solrl_lightning.artifacts.formatting import command_line, counted, duration, path_option, shell_quoted
 from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 from solrl_lightning.build import device_of
@@ -26,15 +27,29 @@ from solrl_lightning.quantization.first_run import first_run
 from solrl_lightning.sizing.proof import CutOff, Failed, Runner, Step, steps_of
 from solrl_lightning.study.report import Page, Section, Table, Tile, render
 
+ENDED, CUT, FAILED = "whole", "cut off", "failed"
 _LEAST = 20.0  # seconds in which a step may still begin
 _FEW = 5  # rows of a step that the page shows
-_AGAIN = command_line(["task=prove"])
+_OTHER = "task.folder=<folder>"
+
+
+class Outcome(NamedTuple):
+    """What a step has shown."""
+
+    end: str
+    """ENDED, CUT (by a time limit, or killed) or FAILED."""
+    seconds: float
+    limit: float
+    """Seconds that the step may take."""
+    commands: list[str]
+    rows: list[Row]
 
 
 def prove(cfg: Run) -> dict[str, Any]:
-    """Run the steps that have not ended on this machine, and write ``proof.html`` and ``proof.json`` after each.
+    """Run the steps that have not ended on this machine, and write ``proof.html`` and ``proof.json`` after each row.
 
     Raises:
+        UserError: another proof runs in the folder, or the one in it is damaged or of another machine.
         CheckFailed: a row is wrong.
     """
     task, device = cfg.task_as(Prove), device_of(cfg.trainer)
@@ -47,41 +62,82 @@ def prove(cfg: Run) -> dict[str, Any]:
             f"{', '.join(steps)}."
         )
     options = ["trainer=cpu"] if device.type == "cpu" else ["trainer=gpu", f"trainer.devices=[{device.index or 0}]"]
+    again = f"{command_line(['task=prove', *options])} {path_option('task.folder', task.folder)}"
     here = {"machine": machine(device, 1), "versions": versions(), "first_run": first_run(hardware_of(device)).options}
-    with claimed(folder, new=False):
-        done = _ended(folder, here)
-        result = write_result(folder, here, {name: done.get(name) for name in steps})
+    with claimed(folder, new=False, other=_OTHER):
+        done = read_outcomes(folder, here)
+        result = write_result(folder, here, {name: done.get(name) for name in steps}, again)
         for name in task.steps or result["steps_left"]:
-            done[name] = run_step(steps[name], folder / name.replace(" ", "_"), options, end - time.monotonic())
-            print("\n".join(format_row(Row(**row)) for row in done[name]["rows"]), flush=True)
-            result = write_result(folder, here, {name: done.get(name) for name in steps})
-    print(f"{summary_of(result)}\n  {folder / 'proof.html'}")
+            left = end - time.monotonic()
+            if left < min(_LEAST, steps[name].seconds):
+                print(f"\n{name} has not begun: there is no time left")
+                break
+            for outcome in run_step(steps[name], folder / name.replace(" ", "_"), options, left):
+                if replaces(outcome, done.get(name)):
+                    done[name] = outcome
+                    result = write_result(folder, here, {name: done.get(name) for name in steps}, again)
+            if done[name] is not outcome:
+                print(f"the earlier result of {name} stays")
+    print(f"\n{summary_of(result)}\n  {folder / 'proof.html'}")
+    if result["steps_left"]:
+        print(f"continue with: {again}")
     wrong = [name for name, step in result["steps"].items() if any(row["status"] == WRONG for row in step["rows"])]
     if wrong:
         raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")
     return result
 
 
-def write_result(folder: Path, here: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, Any]:
-    """Write and return the results of ``steps``; None of one that has not run."""
+def write_result(
+    folder: Path, here: Mapping[str, Any], steps: Mapping[str, Outcome | None], again: str
+) -> dict[str, Any]:
+    """Write and return the results of ``steps``, None of one that has not run, without the machine's paths.
+
+    ``again``: the command that continues.
+    """
     done = {name: step for name, step in steps.items() if step is not None}
-    statuses = [row["status"] for step in done.values() for row in step["rows"]]
+    statuses = [row.status for step in done.values() for row in step.rows]
     counts = {status: statuses.count(status) for status in (OK, SLOW, WRONG, SKIPPED)}
-    left = [name for name in steps if name not in done or not done[name]["ended"]]
-    result = {**here, "counts": counts, "steps_left": left, "steps": done}
-    folder.mkdir(parents=True, exist_ok=True)
+    left = [name for name in steps if name not in done or done[name].end != ENDED]
+    left.sort(key=lambda name: name in done and done[name].seconds >= done[name].limit)  # too slow here: the last ones
+    rows = {name: [row._asdict() for row in step.rows] for name, step in done.items()}
+    facts = {name: {**step._asdict(), "rows": rows[name]} for name, step in done.items()}
+    text = json.dumps(finite_only({**here, "counts": counts, "steps_left": left, "steps": facts}), ensure_ascii=False)
+    places = {folder: folder.name, Path.cwd(): ".", Path.home(): "~", Path(sys.prefix): "<python>"}
+    for place, name in places.items():
+        if place != Path(place.anchor):
+            text = text.replace(str(place), name)
+    result: dict[str, Any] = json.loads(text)
     write_json(folder / "proof.json", result)
-    write_atomically(folder / "proof.html", render(proof_page(result)))
+    write_atomically(folder / "proof.html", render(proof_page(result, again)))
     return result
 
 
-def _ended(folder: Path, here: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of the steps that have ended in ``folder`` on this machine."""
+def read_outcomes(folder: Path, here: Mapping[str, Any]) -> dict[str, Outcome]:
+    """Return the outcomes of the steps that ``folder`` has.
+
+    Raises:
+        UserError: ``proof.json`` is damaged, or of another machine or other versions.
+    """
     file = folder / "proof.json"
-    before = json.loads(file.read_text()) if file.is_file() else {}
-    if any(_without_threads(before.get(key)) != _without_threads(value) for key, value in here.items()):
+    if not file.is_file():
         return {}
-    return {name: step for name, step in before["steps"].items() if step["ended"]}
+    option = path_option("task.folder", folder)
+    try:
+        before = json.loads(file.read_text())
+        changed = [key for key, value in here.items() if _without_threads(before[key]) != _without_threads(value)]
+        rows = {name: [Row(**row) for row in step["rows"]] for name, step in before["steps"].items()}
+        outcomes = {name: Outcome(**step | {"rows": rows[name]}) for name, step in before["steps"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{option} is invalid: its proof.json is damaged ({type(error).__name__}: {error}). Begin another proof "
+            f"with {_OTHER}, or this one with rm {shell_quoted(str(file))}."
+        ) from error
+    if changed:
+        raise UserError(
+            f"{option} is invalid: its proof must be of this machine and these versions, and differs in "
+            f"{', '.join(changed)}. Begin another one with {_OTHER}."
+        )
+    return outcomes
 
 
 def _without_threads(facts: Any) -> Any:
@@ -89,28 +145,36 @@ def _without_threads(facts: Any) -> Any:
     return {key: value for key, value in facts.items() if key != "threads"} if isinstance(facts, dict) else facts
 
 
-def run_step(step: Step, folder: Path, options: list[str], seconds: float) -> dict[str, Any]:
-    """Run a step in a new ``folder`` for at most ``seconds``, and return its result."""
-    print(f"\n{step.name}, at most {duration(min(step.seconds, max(0, seconds)))}", flush=True)
+def replaces(new: Outcome, old: Outcome | None) -> bool:
+    """Return whether a step's new outcome replaces the old one; one that is cut off does not if it shows less."""
+    return old is None or new.end != CUT or (old.end == CUT and len(new.rows) >= len(old.rows))
+
+
+def run_step(step: Step, folder: Path, options: list[str], seconds: float) -> Iterator[Outcome]:
+    """Run a step in a new ``folder`` for at most ``seconds``, and yield its outcome after each row and at the end."""
+    print(f"\n{step.name}, at most {duration(min(step.seconds, seconds))}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    runner, rows, begin = Runner(folder, options, min(step.seconds, seconds)), list[Row](), time.monotonic()
-    ended = seconds >= min(_LEAST, step.seconds)
+    begin, rows = time.monotonic(), list[Row]()
+    runner = Runner(folder, options, min(step.seconds, seconds))
+
+    def outcome(end: str, *new: Row) -> Outcome:
+        rows.extend(new)
+        for row in new:
+            print(format_row(row), flush=True)
+        return Outcome(end, time.monotonic() - begin, step.seconds, list(runner.commands), list(rows))
+
     try:
-        if ended:
-            rows.extend(step.run(runner))
-        else:
-            rows.append(Row(step.name, SKIPPED, "there is no time left", _AGAIN))
+        for row in step.run(runner):
+            yield outcome(CUT, row)
+        yield outcome(ENDED)
     except CutOff:
-        ended = seconds >= step.seconds  # otherwise it has a whole limit next time
-        way_out = runner.commands[-1] if ended else _AGAIN
-        rows.append(Row(step.name, SKIPPED, f"cut off after {duration(time.monotonic() - begin)}", way_out))
+        way_out = runner.commands[-1] if step.seconds <= seconds else "continue this proof"
+        text = f"cut off after {duration(time.monotonic() - begin)}"
+        yield outcome(CUT, Row(step.name, SKIPPED, text, way_out))
     except Failed as error:
-        ended = False
-        log = f"a report of this with {runner.log}"
-        rows.append(Row(step.name, WRONG, f"{runner.commands[-1]} has failed: {error}", log))
-    spent = time.monotonic() - begin
-    return {"ended": ended, "seconds": spent, "commands": runner.commands, "rows": [row._asdict() for row in rows]}
+        text = f"{runner.commands[-1]} has failed: {error}"
+        yield outcome(FAILED, Row(step.name, WRONG, text, f"a report of this with {runner.log}"))
 
 
 def summary_of(result: Mapping[str, Any]) -> str:
@@ -119,24 +183,27 @@ def summary_of(result: Mapping[str, Any]) -> str:
     return f"{counted_rows}{left}"
 
 
-def proof_page(result: Mapping[str, Any]) -> Page:
-    """Return proof.html: what is outside its expected range first, then each step with all its rows."""
+def proof_page(result: Mapping[str, Any], again: str) -> Page:
+    """Return proof.html: what is left, what is outside its expected range, and each step with all its rows."""
     outside = [
-        (name, row["check"], row["status"], row["result"], row["way_out"])
+        (name, row["check"], row["status"], row["result"], row["expected"], row["way_out"])
         for name, step in result["steps"].items()
         for row in step["rows"]
         if row["status"] != OK
     ]
-    table = Table(("step", "row", "status", "result", "next"), outside, is_text=True)
+    first = [Section("To continue", command=again)] if result["steps_left"] else []
+    if outside:
+        table = Table(("step", "row", "status", "result", "expected", "next"), outside, is_text=True)
+        first.append(Section("Outside the expected range", tables=[table]))
     steps = [
         Section(
             name,
-            [f"{duration(step['seconds'])}."],
+            [f"{duration(step['seconds'])}, {step['end']}."],
             command="\n".join(step["commands"]),
             tables=[
                 Table(
-                    ("row", "status", "result"),
-                    [(row["check"], row["status"], row["result"]) for row in step["rows"]],
+                    ("row", "status", "result", "expected"),
+                    [(row["check"], row["status"], row["result"], row["expected"]) for row in step["rows"]],
                     folded=counted(len(step["rows"]), "row") if len(step["rows"]) > _FEW else "",
                     is_text=True,
                 )
@@ -152,8 +219,8 @@ def proof_page(result: Mapping[str, Any]) -> Page:
     ]
     return Page(
         f"Proof: {result['machine']['device']}",
-        f"{summary_of(result)}." + f" {_AGAIN} continues." * bool(result["steps_left"]),
+        f"{summary_of(result)}.",
         tiles,
-        [*([Section("Outside the expected range", tables=[table])] if outside else []), *steps],
+        [*first, *steps],
         footer=f"solrl_lightning {__version__}, torch {result['versions']['torch']}; {duration(spent)}",
     )

@@ -29,7 +29,7 @@ def test_embedded_model_is_ok_and_the_report_does_not_contain_the_token(
     report = json.loads((tmp_path / "out" / "doctor.json").read_text())
     rows = {row["check"]: row for row in report["rows"]}
     assert report["counts"] == {"ok": len(rows), "slow": 0, "wrong": 0, "skipped": 0}
-    assert all(set(row) == {"check", "status", "result", "way_out", "measured"} for row in rows.values())
+    assert all(set(row) == {"check", "status", "result", "way_out", "measured", "expected"} for row in rows.values())
     assert {"machine", "packages", "cuda", "precision", "layer 128->512", "blocks", "memory", "reward"} <= set(rows)
     assert rows["machine"]["measured"]["torch_version"] == torch.__version__
     assert rows["packages"]["measured"]["torch"].startswith(torch.__version__.partition("+")[0])
@@ -37,6 +37,7 @@ def test_embedded_model_is_ok_and_the_report_does_not_contain_the_token(
     assert "family=sol_rl precision=nvfp4: " in rows["first run"]["result"]
     assert rows["precision"]["measured"]["others"].keys() == FORMATS.keys() - {"nvfp4"}
     assert 0 < rows["layer 128->512"]["measured"]["error"] <= rows["layer 128->512"]["measured"]["tolerance"]
+    assert f"{rows['layer 128->512']['measured']['tolerance']:.1e}: " in rows["layer 128->512"]["expected"]
     assert rows["compilation"]["measured"] == {"graphs": 4, "recompilations": 0, "backend": "eager"}
     assert rows["memory"]["measured"]["planned"] < rows["memory"]["measured"]["total"]
     assert report["peak_memory"] > 50 * 2**20

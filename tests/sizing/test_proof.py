@@ -1,20 +1,28 @@
 """task=prove: steps with time limits that a later command continues, and rows with the next command."""
 
 import csv
+import html
 import json
+import os
+import re
+import select
+import shlex
+import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Forks
 
 from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row
 from solrl_lightning.options.run import Run
 from solrl_lightning.quantization.backends import Hardware
 from solrl_lightning.sizing import proof
-from solrl_lightning.sizing.proof import Runner, Step, judge_seconds, steps_of
-from solrl_lightning.tasks.prove import run_step
+from solrl_lightning.sizing.proof import CutOff, Failed, Runner, Step, examine, judge_seconds, steps_of
+from solrl_lightning.tasks.prove import CUT, ENDED, FAILED, replaces, run_step
 
 Compose = Callable[..., Run]
 H100 = Hardware("an H100", capability=(9, 0))
@@ -31,7 +39,7 @@ class Files(Runner):
         super().__init__(folder, [], 100)
         self.compose, self.arguments, self.facts = compose, arguments, facts
 
-    def run(self, *arguments: str, **how: Any) -> None:
+    def watch(self, *arguments: str, **how: Any) -> Iterator[None]:
         cfg = self.compose(*(argument for argument in arguments if not argument.startswith("hydra.")))
         self.commands.append(" ".join(arguments))
         words = cfg.tree()["task"].get("overrides", [])
@@ -53,6 +61,7 @@ class Files(Runner):
             writer.writeheader()
             writer.writerows([*LAPS, {}])
         self.log.write_text("iteration 1/2 | reward 0.4\n" + self.facts.get("log", ""))
+        yield
 
 
 def test_steps_of_a_gpu_run_valid_commands_and_are_sorted_by_what_they_tell(
@@ -94,7 +103,7 @@ def test_what_is_outside_its_range_has_the_next_command(
     monkeypatch.setattr(proof, "counts", lambda run: {"bf16": 1e6, "shadow": 0, "image": 0, "row": 1e6})
     (step,) = (step for step in steps_of(H100) if step.name == name)
     rows = list(step.run(Files(tmp_path, compose, arguments, **facts)))
-    assert any(row.status == status and text in row.result and row.way_out for row in rows), rows
+    assert any(row.status == status and text in row.result and row.way_out and row.expected for row in rows), rows
 
 
 def test_family_without_room_is_left_out(compose: Compose, tmp_path: Path) -> None:
@@ -118,6 +127,23 @@ def test_seconds_are_those_of_the_tables_of_the_card() -> None:
     assert "no estimate" in judge_seconds("flux1", "race", Hardware("", capability=(8, 0)), units, lap).result
 
 
+def test_rows_of_a_step_that_is_cut_off_are_kept(tmp_path: Path) -> None:
+    class Cut(Runner):
+        def watch(self, *arguments: str, **how: Any) -> Iterator[None]:
+            rows = [Row(name, OK, "fine")._asdict() for name in "abc"]
+            for number in (0, 1, 3):
+                if number:
+                    (self.folder / "run").mkdir(exist_ok=True)
+                    (self.folder / "run" / "doctor.json").write_text(json.dumps({"rows": rows[:number]}))
+                yield
+            raise CutOff
+
+    rows = examine((), Cut(tmp_path, [], 100))
+    assert [next(rows).check for _ in range(3)] == ["a", "b", "c"]
+    with pytest.raises(CutOff):
+        next(rows)
+
+
 def test_steps_have_limits_and_errors_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def command(*arguments: str) -> Callable[[Runner], Iterator[Row]]:
         def run(runner: Runner) -> Iterator[Row]:
@@ -126,33 +152,114 @@ def test_steps_have_limits_and_errors_are_rows(tmp_path: Path, capsys: pytest.Ca
 
         return run
 
-    late = run_step(Step("late", 0.1, command("task=plan")), tmp_path / "a", [], 100)
-    assert [row["status"] for row in late["rows"]] == [OK, SKIPPED] and late["ended"]
-    assert late["rows"][1]["way_out"] == late["commands"][0] == "python -m solrl_lightning task=plan"
-    cut = run_step(Step("cut", 1000, command("task=plan")), tmp_path / "a", [], 0.1)
-    assert not cut["ended"] and not cut["commands"] and "task=prove" in cut["rows"][0]["way_out"]
-    failed = run_step(Step("failed", 100, command("no.such=1")), tmp_path / "a", [], 100)
-    assert not failed["ended"] and failed["rows"][1]["status"] == WRONG
-    assert "has failed: error: " in failed["rows"][1]["result"] and "no.such" in failed["rows"][1]["result"]
+    first, late = run_step(Step("late", 0.1, command("task=plan")), tmp_path / "a", [], 100)
+    assert first.rows == [Row("before", OK, "fine")] and first.end == late.end == CUT
+    assert [row.status for row in late.rows] == [OK, SKIPPED] and late.seconds >= late.limit
+    assert late.rows[1].way_out == late.commands[0] == "python -m solrl_lightning task=plan"
+    assert replaces(late, first) and not replaces(first, late) and not replaces(late, first._replace(end=ENDED))
+    _, cut = run_step(Step("cut", 1000, command("task=plan")), tmp_path / "a", [], 0.1)
+    assert cut.end == CUT and cut.seconds < cut.limit and "continue" in cut.rows[1].way_out
+    _, failed = run_step(Step("failed", 100, command("no.such=1")), tmp_path / "a", [], 100)
+    assert failed.end == FAILED and failed.rows[1].status == WRONG
+    assert "has failed: error: " in failed.rows[1].result and "no.such" in failed.rows[1].result
+
+
+def run_a_step(arguments: list[str]) -> int:
+    """A target of forks: a step whose command is a program."""
+    proof.sys.executable = arguments[0]
+    Runner(Path.cwd(), [], 100).run()
+    return 0
+
+
+def test_command_ends_with_a_killed_proof(forks: Forks, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "alive")  # readable when its writers have ended
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec > alive\nsleep 60 &\n: > started\nwait\n")
+    program.chmod(0o700)
+    ended = forks.run(tmp_path, str(program), target="sizing/test_proof:run_a_step", kill_at="started")
+    assert ended.status == -signal.SIGKILL, ended.output
+    assert select.select([alive], [], [], 30)[0] and os.read(alive, 1) == b""
+    os.close(alive)
+
+
+class Steps:
+    """Stands for the steps of this machine; ``ends`` says how each ends. Step a has no time."""
+
+    def __init__(self, **ends: Exception | None) -> None:
+        self.ends, self.run = ends, list[str]()
+
+    def __call__(self, hardware: Hardware) -> list[Step]:
+        return [Step(name, 0.0 if name == "a" else 100.0, partial(self.step, name)) for name in self.ends]
+
+    def step(self, name: str, runner: Runner) -> Iterator[Row]:
+        self.run.append(name)
+        runner.commands.append("task=plan")
+        yield Row("place", OK, f"{runner.folder} in {Path.home()} by run {len(self.run)}", expected="any")
+        if (error := self.ends[name]) is not None:
+            raise error
+
+
+def test_command_continues_where_the_last_one_ended(
+    command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/somebody/home")
+    steps = Steps(a=CutOff(), b=Failed("no file"), c=None)
+    monkeypatch.setattr("solrl_lightning.tasks.prove.steps_of", steps)
+    here = ("task=prove", "trainer=cpu", "task.folder=its own")
+    file, page = (tmp_path / "its own" / f"proof.{kind}" for kind in ("json", "html"))
+
+    def proved(*arguments: str, status: int = 0) -> tuple[Any, dict[str, Any]]:
+        finished = command(*here, *arguments)
+        assert finished.status == status, finished.out + finished.err
+        return finished, json.loads(file.read_text())
+
+    finished, result = proved(status=1)
+    again = finished.out.partition("continue with: ")[2].splitlines()[0]
+    assert shlex.split(again)[3:] == ["task=prove", "trainer=cpu", "task.folder='its own'"]
+    assert html.unescape(page.read_text()).count(again) == 1
+    assert result["counts"] == {"ok": 3, "slow": 0, "wrong": 1, "skipped": 1}
+    assert result["steps_left"] == ["b", "a"]  # that which was too slow comes last
+    assert [step["end"] for step in result["steps"].values()] == ["cut off", "failed", "whole"]
+    assert result["steps"]["a"]["rows"][0]["result"] == "its own/a in ~ by run 1"
+    assert result["steps"]["a"]["rows"][0]["expected"] == "any"
+    assert not {str(tmp_path), "/somebody/home"} & {*re.findall(r"/[\w/-]+", file.read_text() + page.read_text())}
+
+    file.write_text(json.dumps(result | {"machine": result["machine"] | {"threads": 99}}))  # as on a less busy machine
+    steps.run, steps.ends["b"] = [], None
+    _, result = proved()
+    assert steps.run == ["b", "a"] and result["steps_left"] == ["a"]
+    steps.ends["c"] = CutOff()  # too little time for what has ended
+    finished, unchanged = proved("task.steps=[c]")
+    assert "the earlier result of c stays" in finished.out and unchanged == result
+    finished, unchanged = proved("task.steps=[c]", "task.minutes=1e-9")
+    assert "there is no time left" in finished.out and unchanged == result
+    steps.ends["c"] = Failed("no file")
+    assert proved("task.steps=[c]", status=1)[1]["steps_left"] == ["c", "a"]
+
+    with claimed(file.parent, new=False):
+        finished = command(*here)
+    assert finished.status == 2 and "with task.folder=<folder>" in finished.err and "hydra" not in finished.err
+    text = file.read_text()
+    for content, message in (
+        (text[:99], "its proof.json is damaged (JSONDecodeError: "),
+        ("[]", "its proof.json is damaged (TypeError: "),
+        (text.replace('"end"', '"ended"'), "is damaged (TypeError: "),
+        (text.replace('"torch"', '"touch"'), "and differs in versions. Begin another one with task.folder="),
+    ):
+        file.write_text(content)
+        finished = command(*here)
+        assert finished.status == 2 and message in finished.err and len(finished.err.splitlines()) == 1, finished.err
+        assert file.read_text() == content
+    wrong = command(*here, "task.steps=[flux1]")
+    assert wrong.status == 2 and "there is no step flux1 on this machine" in wrong.err
 
 
 @pytest.mark.slow
-def test_command_continues_where_the_last_one_ended(command: Callable[..., Any], tmp_path: Path) -> None:
+def test_step_runs(command: Callable[..., Any], tmp_path: Path) -> None:
     finished = command("task=prove", "trainer=cpu", "task.steps=[sol_rl]")
-    assert finished.status == 0, finished.out + finished.err
-    file = tmp_path / "proof" / "proof.json"
-    first = json.loads(file.read_text())
-    file.write_text(json.dumps(first | {"machine": first["machine"] | {"threads": 99}}))  # as on a less busy machine
-    finished = command("task=prove", "trainer=cpu", "task.minutes=0.01")
     assert finished.status == 0 and "left: doctor, resume" in finished.out, finished.out + finished.err
     result = json.loads((tmp_path / "proof" / "proof.json").read_text())
-    assert result["counts"] == {"ok": 2, "slow": 0, "wrong": 0, "skipped": 2}
-    assert [*result["steps"]] == ["doctor", "sol_rl", "resume"] and result["steps_left"] == ["doctor", "resume"]
-    page = (tmp_path / "proof" / "proof.html").read_text()
-    assert "nvfp4 (emulated): reward 0.5" in page and "there is no time left" in page
-    with claimed(tmp_path / "proof", new=False):
-        second = command("task=prove", "trainer=cpu", "task.minutes=0.01")
-    assert second.status == 2 and "proof" in second.err and json.loads(file.read_text()) == result
-    wrong = command("task=prove", "trainer=cpu", "task.steps=[flux1]")
-    assert wrong.status == 2 and "there is no step flux1 on this machine" in wrong.err
+    assert result["counts"] == {"ok": 2, "slow": 0, "wrong": 0, "skipped": 0} and [*result["steps"]] == ["sol_rl"]
+    assert "nvfp4 (emulated): reward 0.5" in (tmp_path / "proof" / "proof.html").read_text()
     assert not (tmp_path / "outputs" / "train").exists()
