@@ -898,6 +898,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("prompts of seven words", ">= PICKAPIC_SPACES", "> PICKAPIC_SPACES", SOURCES),
         ("text before JSON lines in a folder", '(".jsonl", ".txt")]', '(".txt", ".jsonl")]', SOURCES),
         ("text after a quote taken", "delimiter=separator, strict=True", "delimiter=separator", SOURCES),
+        ("quotes without need taken", "and not _NEEDLESS_QUOTES.search(names)", "and False", SOURCES),
         ("first column of a table", "place = names.index(column)", "place = 0", SOURCES),
     ],
     "solrl_lightning/data/prompt.py": [

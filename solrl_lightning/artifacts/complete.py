@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from solrl_lightning.artifacts.hub import check_pointer, is_path
+from solrl_lightning.artifacts.hub import check_fetched, is_path
 from solrl_lightning.errors import UserError, sentence
 
 
@@ -34,7 +34,7 @@ def check_undamaged(key: str, name: str, part: str = "") -> None:
     if not is_path(name):
         return
     for file in sorted(file for file in (Path(name).expanduser() / part).glob("*") if file.is_file()):
-        check_pointer(key, name, file)
+        check_fetched(file, f"{key}={name}")
         if file.suffix == ".json":
             check_json(key, name, file)
         if file.suffix == ".safetensors":

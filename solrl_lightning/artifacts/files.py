@@ -174,7 +174,7 @@ class _Unreadable(Exception):
 
 
 def _readable(value: Any, place: str) -> Any:
-    """Return ``value`` with Python's numbers and strings for numpy's; itself if it has none.
+    """Return ``value`` with Python's numbers and strings, and tensors, for numpy's; itself if it has none.
 
     Raises:
         _Unreadable: ``torch.load(weights_only=True)`` refuses it, or it cannot be pickled.
@@ -192,6 +192,8 @@ def _readable(value: Any, place: str) -> Any:
     if isinstance(value, np.generic) and value.dtype.kind in "biufU" and type(value.item()) in _PLAIN:
         return value.item()
     try:
+        if type(value) is np.ndarray:
+            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
         torch.save(value, file := io.BytesIO())
         file.seek(0)
         torch.load(file, weights_only=True)
@@ -203,7 +205,7 @@ def _readable(value: Any, place: str) -> Any:
 
 _PLAIN = (type(None), bool, int, float, str, Tensor, torch.nn.Parameter)
 _OWN = {*_PARTS, "lr_schedulers"}  # what a run cannot resume without
-_FIX = "Save tensors, numbers and strings, or lists and dicts of them."
+_FIX = "Save tensors, arrays, numbers and strings, or lists and dicts of them."
 
 
 class WholeCheckpointIO(TorchCheckpointIO):

@@ -30,26 +30,21 @@ def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a lo
     folder = Path(name).expanduser()
     for file in files:
         if (folder / file).is_file():
-            check_pointer(key, name, folder / file)
+            check_fetched(folder / file, f"{key}={name}")
             return folder / file
     raise UserError(
         f"{key}={name} is invalid: it must be a hub id or a local folder; it holds no {' or '.join(files)}. {hint}"
     )
 
 
-def check_pointer(key: str, name: str, file: Path) -> None:
-    """Raise UserError for a file that git-lfs has not fetched yet."""
-    if is_pointer(file):
-        raise UserError(
-            f"{key}={name} is invalid: {file} is a pointer of git-lfs, which has not fetched it. Run git lfs pull "
-            "in its folder."
-        )
-
-
-def is_pointer(file: Path) -> bool:
-    """Return whether ``file`` stands for one that git-lfs has not fetched yet."""
+def check_fetched(file: Path, subject: str) -> None:
+    """Raise UserError about ``subject`` for a file that git-lfs has not fetched yet."""
     with open(file, "rb") as content:
-        return content.read(len(_POINTER)) == _POINTER
+        if content.read(len(_POINTER)) == _POINTER:
+            raise UserError(
+                f"{subject} is invalid: {file} is a pointer of git-lfs, which has not fetched it. Run git lfs pull in "
+                "its folder."
+            )
 
 
 def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:

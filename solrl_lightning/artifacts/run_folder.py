@@ -38,10 +38,16 @@ def is_resuming(folder: Path) -> bool:
 def run_of(checkpoint: Path) -> Path:
     """Return the absolute folder of a checkpoint's run, in which ``checkpoints/`` or the file may be a link.
 
-    A link to the checkpoint outside of a run leads to the run.
+    Links to the checkpoint outside of a run lead to the run.
     """
-    places = [Path(os.path.realpath(file.parent.parent)) for file in (checkpoint.absolute(), checkpoint.resolve())]
-    return next((folder for folder in places if (folder / RECORD).is_dir()), places[0])
+    file = checkpoint.absolute()
+    places = [file.parent.parent]
+    while not (places[-1] / RECORD).is_dir() and (link := next(filter(Path.is_symlink, (file, file.parent)), None)):
+        target = Path(os.path.normpath(os.path.realpath(link.parent) / link.readlink()))
+        file = target if link == file else target / file.name
+        places.append(file.parent.parent)
+    folder = places[-1] if (places[-1] / RECORD).is_dir() else places[0]
+    return Path(os.path.realpath(folder))
 
 
 def check_new(folder: Path) -> None:

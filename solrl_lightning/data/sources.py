@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from solrl_lightning.artifacts.hub import is_pointer
+from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.policies.config_files import ASSETS
@@ -32,6 +32,7 @@ HPDV2_STYLES = ("anime", "concept-art", "paintings", "photo")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _TABLES = (".parquet", *_SEPARATORS)
 _JSON_LINES, _PROMPT = (".jsonl", ".ndjson"), "prompt"
+_NEEDLESS_QUOTES = re.compile(r'(?<![^\t])"[^"\t]+"(?![^\t])')  # around a whole value without quotes and tabs
 _NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 
 
@@ -188,7 +189,7 @@ def _read_lines(path: Path) -> list[str]:
 
 def _read_utf8(path: Path) -> str:
     try:
-        _check_fetched(path)
+        check_fetched(path, f"the prompt file {path}")
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"the prompt file {path} cannot be read: {error.strerror}. Check its permissions.") from error
@@ -202,14 +203,6 @@ def _read_utf8(path: Path) -> str:
         ) from error
 
 
-def _check_fetched(path: Path) -> None:
-    if is_pointer(path):
-        raise UserError(
-            f"the prompt file {path} is invalid: it is a pointer of git-lfs, which has not fetched the file. Run git "
-            "lfs pull in its folder."
-        )
-
-
 def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Prompt]:
     """Read a file with one JSON object a line, in GenEval's layout: "prompt", and metadata under other keys."""
     records = []
@@ -218,7 +211,8 @@ def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Prompt]:
             record = _json_record(line, column)
             if isinstance(record, str):
                 raise UserError(f"{path} line {number} is invalid: {record}. Correct that line.")
-            check_text(record.text, f"{path} line {number}")
+            for text in (record.text, json.dumps(record.metadata, ensure_ascii=False)):
+                check_text(text, f"{path} line {number}")
             records.append(record)
     return records
 
@@ -266,7 +260,10 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
 
     The last rule finds a quotation mark of a prompt that would open a value up to the next one, lines below.
     """
-    rows = csv.reader(io.StringIO(_read_utf8(path), newline=""), delimiter=separator, strict=True)
+    text = _read_utf8(path)
+    if separator == "\t":
+        _check_needless_quotes(text, path)
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     values: list[str] = []
     line = 1  # on which the row begins
     try:
@@ -295,11 +292,26 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
     return _table_records(values, column, str(path))
 
 
+def _check_needless_quotes(text: str, path: Path) -> None:
+    """Raise UserError for a value of a .tsv file in quotes that it does not need, unless the names have them, too.
+
+    The registration of text/tab-separated-values at IANA has no quoting, so there they are part of the value. Programs
+    with quoting, as pandas and spreadsheets, write them only where a value needs them, or in all lines.
+    """
+    names, *lines = re.split(r"\r\n|\r|\n", text)
+    for number, line in enumerate(lines, 2):
+        if (value := _NEEDLESS_QUOTES.search(line)) and not _NEEDLESS_QUOTES.search(names):
+            raise UserError(
+                f"{path} line {number} is invalid: the quotes of {value[0]} are part of the value for some programs, "
+                f'and not for others. Write ""{value[0]}"" to keep them, or the value without them.'
+            )
+
+
 def _read_parquet(path: Path, column: str) -> list[Prompt]:
     from pyarrow import ArrowException, parquet
 
     try:
-        _check_fetched(path)
+        check_fetched(path, f"the prompt file {path}")
         table = parquet.ParquetFile(path)
         _check_column(table.schema_arrow.names, column, str(path))
         values = table.read([column]).column(0).to_pylist()

@@ -89,10 +89,11 @@ def test_a_checkpoint_leaves_out_states_that_cannot_be_read(tmp_path: Path, capl
     weights, writer = torch.arange(3.0), WholeCheckpointIO()
     base = {"global_step": 1, "state_dict": {"w": weights}, "loops": {}, "optimizer_states": [{"lr": np.float64(0.1)}]}
     fine = {"mean": np.float64(0.1), "best": [np.int64(3), (np.bool_(True), None)], "size": weights.shape, "w": weights}
+    fine["counts"] = np.arange(6, dtype=">i2").reshape(2, 3)[::-1]
     odd = {
         "where": [tmp_path],
         "when": datetime.now(),
-        "array": np.arange(3),
+        "array": np.array(["text"]),
         "code": lambda: 0,
         "ns": np.timedelta64(1),
     }
@@ -102,7 +103,8 @@ def test_a_checkpoint_leaves_out_states_that_cannot_be_read(tmp_path: Path, capl
     read = read_checkpoint(tmp_path / "last.ckpt")
     assert read["callbacks"].keys() == {"Fine"} and "hook" not in read
     assert type(read["optimizer_states"][0]["lr"]) is float and read["optimizer_states"] == base["optimizer_states"]
-    mean, best, *_ = read["callbacks"]["Fine"].values()
+    mean, best, *_, counts = read["callbacks"]["Fine"].values()
+    assert torch.equal(counts, torch.tensor([[3, 4, 5], [0, 1, 2]], dtype=torch.int16))
     assert (type(mean), type(best[0]), best) == (float, int, [3, (True, None)])
     assert len(caplog.messages) == len(odd) + 1
     assert "state of the callback Oddwhere stays out of the checkpoints" in caplog.text

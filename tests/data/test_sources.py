@@ -113,9 +113,19 @@ def test_csv_and_tsv_files_give_the_column(tmp_path: Path, name: str, separator:
         ("e", '12" of "snow"'),
     ]
     path = tmp_path / name
+    if separator == "\t":
+        rows = [("tag", '"prompt"'), *rows[1:]]  # then other values may have quotes that they do not need
     path.write_text("".join(f"{separator.join(row)}\n" for row in rows), encoding="utf-8-sig")
     assert identities(read_prompts(path)) == ["one, two", 'a "quoted" word', "NA", '12" of "snow"']
     assert identities(read_prompts(path, "tag")) == ["1", "b", "c", "d", "e"]
+
+
+def test_quotes_of_a_tsv_file_that_some_programs_keep_are_an_error(tmp_path: Path) -> None:
+    lines = ["prompt\ttag", '"""OPEN"" sign"\t""', '"a\tb"\tx', 'two "cats"\t"STOP"']
+    with pytest.raises(UserError, match='line 4 is invalid: the quotes of "STOP" .* Write """STOP""" to keep them'):
+        read_records(write(tmp_path / "a.tsv", *lines), "tag")
+    lines[3] = lines[3].replace('"STOP"', '"""STOP"""')
+    assert [each.text for each in read_records(write(tmp_path / "a.tsv", *lines), "tag")] == ["", "x", '"STOP"']
 
 
 def test_value_of_a_csv_file_may_have_several_lines(tmp_path: Path) -> None:
@@ -142,7 +152,7 @@ def test_malformed_quotes_are_an_error(tmp_path: Path, name: str, lines: list[st
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.tsv", "a.parquet"])
 def test_pointer_of_git_lfs_is_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(POINTER)
-    with pytest.raises(UserError, match=f"{name} is invalid: it is a pointer of git-lfs, .* Run git lfs pull"):
+    with pytest.raises(UserError, match=f"{name} is invalid: .*{name} is a pointer of git-lfs, .* Run git lfs pull"):
         read_records(tmp_path / name, "prompt")
 
 
@@ -314,6 +324,7 @@ def test_error_about_a_file_of_github_has_the_command_that_clones_it(github: Pat
             '{"prompt": "a red circle \\ud83d"}\n',
             "a.jsonl line 1 is invalid: .* U\\+D83D after 'a red circle '",
         ),
+        ("a.jsonl", '{"prompt": "a", "tags": ["\\ude00"]}', 'a.jsonl line 1 .* U\\+DE00 after .*"tags": '),
         ("a.NDJSON", '\n{"prompt": "a\\u0000b"}\n', "a.NDJSON line 2 is invalid: .* U\\+0000"),
         ("a.txt", "a\nb\0\n", "a.txt line 2 is invalid: .* U\\+0000 after 'b'"),
         ("a.csv", 'prompt,x\n"a\0b",1\n', "a.csv line 2 is invalid"),
