@@ -38,7 +38,7 @@ from solrl_lightning.artifacts.run_folder import (
     remove_unused,
 )
 from solrl_lightning.artifacts.started_runs import remember
-from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices
+from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices, resolvable
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.cli.hub import check_hub
 from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks_here
@@ -233,6 +233,8 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     checked = [argument for argument in arguments if argument not in flags.overrides] + resumed.arguments
     if flags.help or flags.cfg or flags.info:
         return checked, {}
+    if sys.flags.optimize > 1:
+        raise UserError("PYTHONOPTIMIZE=2 (python -OO) is invalid: transformers reads docstrings. Set it to 1 or to 0.")
     from solrl_lightning.cli import checks  # after the names are right: pydantic takes 0.1 s
 
     jobs = _jobs(tree, composed, checks.options_of)
@@ -311,14 +313,16 @@ def _jobs(
         if not isinstance(cfg.hydra.verbose, bool | str | ListConfig):
             rule = "it must be true, false, or the name of a logger or several"
             raise UserError(f"hydra.verbose={cfg.hydra.verbose} is invalid: {rule}. Leave it out for the default.")
-        if Path(home.dir) == Path():
+        with resolvable(cfg):
+            folder = home.dir
+        if Path(folder) == Path():
             key = f"hydra.{'sweep' if tree.sweeps else 'run'}.dir"
-            raise UserError(f"{key}={home.dir} is invalid: runs need a folder of their own. Name one, or leave it out.")
+            raise UserError(f"{key}={folder} is invalid: runs need a folder of their own. Name one, or leave it out.")
         overrides = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
         if overrides in jobs:
             raise UserError(f"The sweep has the run {overrides or 'of all its values'} twice. Give each value once.")
         with _named(overrides):
-            jobs[overrides] = options_of(cfg, home.dir)
+            jobs[overrides] = options_of(cfg, folder)
         record = cfg.hydra.output_subdir
         if jobs[overrides].trains and is_first() and record not in (str(RECORD), str(NEXT_RECORD)):
             raise UserError(

@@ -12,6 +12,9 @@ from solrl_lightning.errors import UserError
 
 RECORDED_CONFIG = RECORD / "config.yaml"
 _RUN_MARKS = (".hydra", "checkpoints", "summary.json")  # any of these marks the folder of a run, not of a sweep
+DAMAGED = "its summary.json is damaged"
+_TYPES = {"status": str, "evaluations": list, "config": dict}
+_RESULTS = {"reward": str, "final_reward": int | float, "seconds_per_stage": dict}
 FINISHED = ("completed", "stopped early")  # the status in summary.json of a run that ended as intended
 
 
@@ -57,6 +60,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
             left_out[str(folder)] = summary["status"]
         elif summary["final_reward"] is None:
             left_out[str(folder)] = "never evaluated"
+        elif not _has_results(summary):
+            left_out[str(folder)] = DAMAGED
         elif not (folder / RECORDED_CONFIG).is_file():
             left_out[str(folder)] = f"has no {RECORDED_CONFIG}"
         else:
@@ -79,5 +84,21 @@ def read_summary(folder: Path) -> dict[str, Any]:
         summary = json.loads((folder / "summary.json").read_text())
     except (ValueError, RecursionError):  # endless brackets are a RecursionError
         summary = None
-    whole = isinstance(summary, dict) and summary.keys() >= {"status", "final_reward", "evaluations", "config"}
-    return summary if whole else {"status": "its summary.json is damaged"}
+    whole = isinstance(summary, dict) and "final_reward" in summary and _has(summary, _TYPES)
+    whole = whole and all(isinstance(row, dict) for row in summary["evaluations"])
+    return summary if whole else {"status": DAMAGED}
+
+
+def _has_results(summary: dict[str, Any]) -> bool:
+    """Whether the values that comparisons read have their types, and an evaluation has the reward."""
+    rows = summary["evaluations"]
+    return (
+        _has(summary, _RESULTS)
+        and summary["config"].keys() >= {"seed", "family"}
+        and all(isinstance(row.get("iteration"), int) for row in rows)
+        and any(isinstance(row.get(summary["reward"]), int | float) for row in rows)
+    )
+
+
+def _has(summary: dict[str, Any], types: dict[str, Any]) -> bool:
+    return all(isinstance(summary.get(key), kind) for key, kind in types.items())

@@ -4,6 +4,7 @@
 """
 
 import itertools
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from yaml import YAMLError
 
 from solrl_lightning.artifacts.formatting import quoted
@@ -132,7 +133,7 @@ class ConfigTree:
         if not argument.isprintable():
             return f"Cannot read {argument!r}: it has characters that cannot be printed. Leave them out."
         texts = [text.strip().strip("'\"") for text in (value.strip("[]").split(",") if value[:1] == "[" else [value])]
-        quoted = ",".join('"{}"'.format(text.replace('"', '\\"')) for text in texts)
+        quoted = ",".join('"{}"'.format(os.path.expanduser(text).replace('"', '\\"')) for text in texts)
         fix = shlex.quote(f"{key}=[{quoted}]" if value[:1] == "[" else f"{key}={quoted}")
         if (without := re.sub(r"\s*([=,:\[\]{}])\s*", r"\1", argument).strip(",")) != argument and self._reads(without):
             reason = "the shell has split it at a space" if is_split else "it has a comma or space too many"
@@ -272,19 +273,32 @@ def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
 @contextmanager
 def without_hydra(cfg: DictConfig, run_dir: str | Path) -> Iterator[DictConfig]:
     """Return the same configuration while it can be resolved."""
-    before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(cfg)
-    try:
+    with resolvable(cfg):
         cfg = cfg.copy()
         with open_dict(cfg):
             cfg.run_dir = str(run_dir)
             del cfg["hydra"]
         yield cfg
+
+
+@contextmanager
+def resolvable(cfg: DictConfig) -> Iterator[None]:
+    """Give ``${hydra:...}`` the values of a composed configuration, as in its job."""
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(cfg)
+    try:
+        yield
     finally:
         HydraConfig.instance().cfg = before
 
 
 # Where options are
+
+
+def as_written(overrides: ListConfig | DictConfig) -> list[str]:
+    """Return recorded overrides with their interpolations, which refer to another configuration than the record."""
+    written: Any = OmegaConf.to_container(overrides, resolve=False)
+    return [str(override) for override in written]
 
 
 def own_sources(hydra: DictConfig) -> list[str]:

@@ -20,7 +20,7 @@ from solrl_lightning.artifacts.finished_runs import FINISHED, read_summary
 from solrl_lightning.artifacts.formatting import path_option, quoted, shell_quoted
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free, run_of
 from solrl_lightning.artifacts.started_runs import started_runs
-from solrl_lightning.cli.config import ConfigTree, own_sources, searched
+from solrl_lightning.cli.config import ConfigTree, as_written, own_sources, resolvable, searched
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import LORA_FILES
 
@@ -139,7 +139,8 @@ def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) 
             "ckpt=auto is invalid: it needs a folder that the same command finds again, and this one's name has the "
             "time in it. Name one with hydra.run.dir=<folder>."
         )
-    return Path(cfg.hydra.run.dir)
+    with resolvable(cfg):
+        return Path(cfg.hydra.run.dir)
 
 
 def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed:
@@ -203,7 +204,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 def check_sweep(folder: Path, checkpoint: Path) -> None:
     """Raise UserError if the run in ``folder``, which has ended and which no option names, is a job of a sweep."""
     record = folder / RECORD / "hydra.yaml"
-    mode = _read_record(record, DictConfig, "hydra").hydra.get("mode") if record.is_file() else None
+    mode = read_record(record, DictConfig, "hydra").hydra.get("mode") if record.is_file() else None
     if mode == RunMode.MULTIRUN.name or any((parent / "multirun.yaml").is_file() for parent in folder.parents):
         raise UserError(
             f"ckpt=last is invalid: the newest run, {folder}, is a job of a sweep that has ended, and would no longer "
@@ -222,7 +223,7 @@ def _check_resumable(
     key, nor a default that is written out, is a change. A key that only a newer version
     has is none, either.
     """
-    recorded = _read_record(folder / RECORD / "config.yaml", DictConfig, "seed")
+    recorded = read_record(folder / RECORD / "config.yaml", DictConfig, "seed")
     current = tree.compose([line for line in lines if not tree.parse([line])[0].is_sweep_override()])
     before, now = _fixed_values(recorded, folder), _fixed_values(current, folder)
     suspects = [o for o in overrides if not is_subkey(_dotted(o), *RESUMABLE_KEYS)]
@@ -293,13 +294,13 @@ def _listed(overrides: Iterable[Override | str]) -> str:
 
 def _recorded_overrides(tree: ConfigTree, folder: Path) -> list[Override]:
     file = folder / RECORD / "overrides.yaml"
-    return tree.parse(map(str, _read_record(file, ListConfig))) if file.is_file() else []
+    return tree.parse(as_written(read_record(file, ListConfig))) if file.is_file() else []
 
 
 def _recorded_sources(folder: Path) -> list[str]:
     """Where the run in ``folder`` had options of its user's from."""
     file = folder / RECORD / "hydra.yaml"
-    sources = own_sources(_read_record(file, DictConfig, "hydra").hydra) if file.is_file() else []
+    sources = own_sources(read_record(file, DictConfig, "hydra").hydra) if file.is_file() else []
     for source in sources:
         if source.startswith("file://") and not Path(source[7:]).is_dir():
             raise UserError(
@@ -309,8 +310,8 @@ def _recorded_sources(folder: Path) -> list[str]:
     return sources
 
 
-def _read_record(file: Path, kind: type[ListConfig] | type[DictConfig], key: str | None = None) -> Any:
-    """Load the content of ``file``, of a ``kind`` that has ``key``."""
+def read_record(file: Path, kind: type[ListConfig] | type[DictConfig], key: str | None = None) -> Any:
+    """Load the content of ``file``, of a ``kind`` that has ``key``. UserError if it is damaged or missing."""
     try:
         record = OmegaConf.load(file)
         damaged = "" if isinstance(record, kind) and (key is None or key in record) else "unexpected content"
@@ -369,11 +370,14 @@ def recorded_contents(checkpoint: Path) -> tuple[int, float] | None:
     folder = run_of(checkpoint)
     summary = read_summary(folder)
     rows = summary.get("evaluations") or [{}]
-    whole = summary["status"] in FINISHED and summary.get("last_checkpoint_iterations") == summary.get("iterations")
+    done, seconds = summary.get("iterations"), rows[-1].get("seconds", 0.0)
+    if not isinstance(done, int) or not isinstance(seconds, int | float):
+        return None
+    whole = summary["status"] in FINISHED and summary.get("last_checkpoint_iterations") == done
     if not whole or os.path.realpath(checkpoint) != os.path.realpath(folder / LAST):
         return None
     is_newer = os.path.getmtime(checkpoint) > os.path.getmtime(folder / "summary.json")
-    return None if is_newer else (summary["iterations"], rows[-1].get("seconds", 0.0))
+    return None if is_newer else (done, seconds)
 
 
 def check_contents(ckpt: Path) -> tuple[int, float]:

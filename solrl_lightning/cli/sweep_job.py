@@ -14,7 +14,7 @@ from omegaconf import open_dict, read_write
 
 import solrl_lightning
 from solrl_lightning.artifacts.run_folder import claimed
-from solrl_lightning.cli.config import own_sources, searched
+from solrl_lightning.cli.config import as_written, own_sources, searched
 from solrl_lightning.cli.launch import is_first
 
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -35,7 +35,7 @@ def isolated_sweep_job(folder: Path) -> Iterator[None]:
     program = sys.modules["__main__"]
     spec, arguments, environment = program.__spec__, sys.argv[1:], dict(os.environ)
     program.__spec__ = find_spec("solrl_lightning.__main__")
-    sys.argv[1:] = [*settings.overrides.task, *searched(own_sources(settings))]
+    sys.argv[1:] = [*as_written(settings.overrides.task), *searched(own_sources(settings))]
     try:
         with claimed(folder, new=False) if is_first() else nullcontext():
             yield

@@ -30,7 +30,7 @@ from solrl_lightning.artifacts.formatting import (
     two_decimals,
 )
 from solrl_lightning.artifacts.run_folder import RECORD
-from solrl_lightning.cli.config import own_sources, searched
+from solrl_lightning.cli.config import as_written, own_sources, searched
 from solrl_lightning.study.confidence import mean_of
 from solrl_lightning.study.drawing import ITERATIONS, Chart, Series, cost_axis, draw_chart
 
@@ -459,7 +459,7 @@ def origin_section(facts: Mapping[str, Any], folder: Path) -> Section:
 def recorded_command(record: Path) -> str:
     """Return the command of a run, from any folder, by its record and, for PYTHONPATH, by this environment."""
     overrides, hydra_file, config = (record / f"{name}.yaml" for name in ("overrides", "hydra", "config"))
-    arguments = [str(override) for override in OmegaConf.load(overrides)] if overrides.is_file() else []
+    arguments = as_written(OmegaConf.load(overrides)) if overrides.is_file() else []
     if not hydra_file.is_file():
         return command_line(arguments) if overrides.is_file() else ""
     hydra: Any = OmegaConf.load(hydra_file).hydra
@@ -468,7 +468,7 @@ def recorded_command(record: Path) -> str:
         arguments = ["--config-dir", sources[0].removeprefix("file://"), *arguments]
     else:
         arguments = [*arguments, *searched(sources)]
-    arguments += [str(override) for override in hydra.overrides.hydra if str(override).startswith("hydra.run.dir=")]
+    arguments += [each for each in as_written(hydra.overrides.hydra) if each.startswith("hydra.run.dir=")]
     modules = set(re.findall(r"_target_: (\w+)", config.read_text(encoding="utf-8")))
     paths = [
         str(Path(hydra.runtime.cwd) / path)

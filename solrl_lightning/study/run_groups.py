@@ -7,12 +7,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from solrl_lightning.artifacts.finished_runs import RECORDED_CONFIG, Run
 from solrl_lightning.artifacts.run_folder import RECORD
-from solrl_lightning.cli.resume import is_subkey, leaves
+from solrl_lightning.cli.config import as_written
+from solrl_lightning.cli.resume import is_subkey, leaves, read_record
 from solrl_lightning.names import AUTO, BACKENDS
 from solrl_lightning.study.time_to_reward import GroupCurve, Plateau, plateau
 
@@ -97,16 +97,15 @@ def read_settings(run: Run) -> Settings:
     backend = run.summary.get("precision_backend", "").partition(" ")[0]  # "no" without a shadow
     if values.get("precision.name") == AUTO and backend in BACKENDS:
         options["precision"] = values["precision.name"] = backend
-    file = Path(run.folder) / RECORD / "overrides.yaml"
-    pairs = [str(argument).lstrip("+~").partition("=") for argument in yaml.safe_load(file.read_text())]
+    recorded = read_record(Path(run.folder) / RECORD / "overrides.yaml", ListConfig)
+    pairs = [argument.lstrip("+~").partition("=") for argument in as_written(recorded)]
     overrides = {key: value for key, _, value in pairs if not is_subkey(key, *_SAME_EXPERIMENT)}
     return Settings(values, options, overrides)
 
 
 def resolved_config(run: Run) -> dict[str, Any]:
     """Return the recorded configuration of a run, without callbacks and loggers."""
-    cfg = OmegaConf.load(Path(run.folder) / RECORDED_CONFIG)
-    assert isinstance(cfg, DictConfig)
+    cfg = read_record(Path(run.folder) / RECORDED_CONFIG, DictConfig, "seed")
     cfg.run_dir = run.folder
     for group in ("callbacks", "logger"):  # their interpolations need Hydra
         cfg.pop(group, None)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -313,6 +314,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("iterations=4,5", "Add -m"),
         ("'data.train=a b=c'", "A text with '=' needs quotes that survive the shell: 'data.train=\"a b=c\"'."),
         ("'task.prompts=[a cat, x=y]'", 'needs quotes that survive the shell: \'task.prompts=["a cat","x=y"]\'.'),
+        ("hydra.run.dir=~/a", f"needs quotes that survive the shell: 'hydra.run.dir=\"{Path.home()}/a\"'."),
         ('"task.prompts=[it\'s]"', 'A text with "\'" needs quotes'),
         ("-m family=sol_rl, prefix", "the shell has split it at a space. Write family=sol_rl,prefix."),
         ("-m family=sol_rl ,prefix", "the shell has split it at a space. Write family=sol_rl,prefix."),
@@ -478,20 +480,25 @@ def test_newest_run_is_found_wherever_it_lies(
     assert config(tmp_path / "moved" / earlier.name)["iterations"] == 11
 
 
-AUTO = [RECORD, "ckpt=auto", "hydra.run.dir=runs/${seed}", "seed=3"]
+def test_python_without_docstrings_is_an_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
+    assert error_of(command, RECORD).startswith("error: PYTHONOPTIMIZE=2 (python -OO) is invalid")
+
+
+AUTO = [RECORD, "ckpt=auto", "hydra.run.dir=runs/${hydra:runtime.choices.family}/${seed}", "seed=3"]
 
 
 def test_auto_begins_a_run_or_continues_it(command: Command, tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "3"
+    folder = tmp_path / "runs" / "sol_rl" / "3"
     first = command(*AUTO, "iterations=2")
     assert first.status == 0, first.err
-    assert "ckpt=auto: runs/3 has no checkpoint, so the run begins\n" in first.out
+    assert "ckpt=auto: runs/sol_rl/3 has no checkpoint, so the run begins\n" in first.out
     assert config(folder)["ckpt"] is None
     continued = command(*AUTO, "iterations=2")
     assert continued.status == 0, continued.err
     last = folder / "checkpoints" / "last.ckpt"
     assert config(folder)["ckpt"] == str(last)
-    assert list((tmp_path / "runs").iterdir()) == [folder]
+    assert list(folder.parent.iterdir()) == [folder]
     last.unlink()  # then only the same command begins again, also with another place of its files
     assert "already holds a run" in error_of(command, *AUTO, "iterations=3")
     again = command(*AUTO, "iterations=2", "evaluation.every=2")
@@ -514,7 +521,7 @@ def test_auto_does_nothing_for_a_finished_run(command: Command, tmp_path: Path) 
     assert (again.status, again.err) == (0, "") and "has ended after 1 iteration; nothing to do" in again.out
     assert files_of(tmp_path) == before
     stopped = {"status": "stopped early", "iterations": 1, "final_reward": 0.5, "evaluations": [], "config": {}}
-    (tmp_path / "runs" / "3" / "summary.json").write_text(json.dumps(stopped), encoding="utf-8")
+    (tmp_path / "runs" / "sol_rl" / "3" / "summary.json").write_text(json.dumps(stopped), encoding="utf-8")
     assert "nothing to do" in command(*AUTO, "iterations=9").out
 
 
@@ -544,11 +551,19 @@ def test_checkpoints_behind_a_link_belong_to_the_run_that_has_the_link(earlier: 
     last = earlier / "checkpoints" / "last.ckpt"
     (tmp_path / "disk").mkdir()
     (tmp_path / "link.ckpt").symlink_to(last)
-    assert run_of(tmp_path / "link.ckpt") == earlier
+    (tmp_path / "chain.ckpt").symlink_to("link.ckpt")
+    (tmp_path / "folder").symlink_to(last.parent)
+    for link in ("link.ckpt", "chain.ckpt", "folder/last.ckpt"):
+        assert run_of(tmp_path / link) == earlier
     for place in (last.parent, last):
         place.rename(tmp_path / "disk" / place.name)
         place.symlink_to(tmp_path / "disk" / place.name)
         assert recorded_contents(last) == (1, 0.0)
+        whole = (earlier / "summary.json").read_text()
+        (earlier / "summary.json").write_text(whole.replace('"iterations": 1', '"iterations": "1"'))
+        assert recorded_contents(last) is None
+        (earlier / "summary.json").write_text(whole)
+        assert run_of(tmp_path / "chain.ckpt") == earlier
         for arguments, folder in (
             (["ckpt=last", f"hydra.run.dir={earlier}"], earlier),
             ([f"ckpt={last}", "task=evaluate"], None),
@@ -560,10 +575,11 @@ def test_checkpoints_behind_a_link_belong_to_the_run_that_has_the_link(earlier: 
 
 def test_task_on_a_run_with_shards_has_no_shards(earlier: Path, tmp_path: Path) -> None:
     record = earlier / ".hydra" / "overrides.yaml"
-    record.write_text(f"{record.read_text()}- trainer=fsdp\n- trainer.devices=2\n")
+    record.write_text(f"{record.read_text()}- trainer=fsdp\n- trainer.devices=2\n- iterations=${{seed}}\n")
     last = f"ckpt={earlier / 'checkpoints' / 'last.ckpt'}"
     with ConfigTree() as tree:
         both = [resume(tree, [last, task], False).arguments for task in ("task=evaluate", "hydra.run.dir=branch")]
+    assert all("iterations=${seed}" in lines for lines in both)
     assert [[line for line in lines if line.startswith("trainer")] for lines in both] == [
         [],
         ["trainer=fsdp", "trainer.devices=2"],

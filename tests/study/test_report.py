@@ -125,10 +125,11 @@ def test_the_command_can_be_pasted_with_its_folders_and_modules(run: Path, monke
     (run / "lib").mkdir()
     (run / "lib" / "mine.py").touch()
     monkeypatch.setenv("PYTHONPATH", f"/nowhere:{run / 'lib'}")
+    (run / ".hydra" / "overrides.yaml").write_text("- prompts_per_iteration=${family.keep}\n- seed=42\n")
     (run / ".hydra" / "config.yaml").write_text("reward: {redness: {_target_: mine.Redness}}\n")
     (run / ".hydra" / "hydra.yaml").write_text(
         "hydra:\n"
-        "  overrides: {hydra: [hydra.run.dir='runs/a', hydra.mode=RUN]}\n"
+        "  overrides: {hydra: ['hydra.run.dir=runs/${seed}', hydra.mode=RUN]}\n"
         "  runtime:\n"
         "    cwd: /my work\n"
         "    config_sources: [{path: solrl_lightning.conf, schema: pkg, provider: main},"
@@ -136,7 +137,7 @@ def test_the_command_can_be_pasted_with_its_folders_and_modules(run: Path, monke
     )
     assert recorded_command(run / ".hydra") == (
         f"cd '/my work'\nPYTHONPATH={run / 'lib'} python -m solrl_lightning --config-dir '/my work/mine' "
-        "'reward=[shapes,watched]' seed=42 \"hydra.run.dir='runs/a'\""
+        "'prompts_per_iteration=${family.keep}' seed=42 'hydra.run.dir=runs/${seed}'"
     )
 
 

@@ -338,11 +338,18 @@ def test_unfinished_runs_are_listed_and_excluded(
     write_run(runs / "bare", 0.9)
     (runs / "bare" / ".hydra" / "config.yaml").unlink()
     (runs / "running" / ".hydra").mkdir(parents=True)
+    damage: list[dict[str, Any]] = [{"evaluations": "x"}, {"evaluations": [{"iteration": 0}]}, {"config": []}]
+    damage += [{"final_reward": "0.9"}, {"reward": None}, {"status": None}]
+    summary = json.loads((runs / "done" / "summary.json").read_text())
+    for number, change in enumerate(damage):
+        write_run(runs / f"damaged{number}", 0.9)
+        (runs / f"damaged{number}" / "summary.json").write_text(json.dumps(summary | change))
     (runs / "no_run").mkdir()
     (runs / "multirun.yaml").touch()
     result = compared(compose, runs)
     reasons = {Path(run).name: reason for run, reason in result["left_out"].items()}
     assert reasons == {
+        **{f"damaged{number}": "its summary.json is damaged" for number in range(len(damage))},
         "stopped": "interrupted",
         "blind": "never evaluated",
         "bare": "has no .hydra/config.yaml",
@@ -350,6 +357,15 @@ def test_unfinished_runs_are_listed_and_excluded(
     }
     assert [Path(run).name for run in result["groups"][0]["runs"]] == ["done", "early"]
     assert f"left out {runs / 'stopped'}: interrupted" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["overrides", "config"])
+def test_damaged_record_of_a_run_is_an_error(compose: Compose, tmp_path: Path, name: str) -> None:
+    write_run(tmp_path / "runs" / "1", 0.6)
+    for content in ("", "a: [1"):
+        (tmp_path / "runs" / "1" / ".hydra" / f"{name}.yaml").write_text(content)
+        with pytest.raises(UserError, match=f"runs/1/.hydra/{name}.yaml, the record .* is damaged"):
+            compared(compose, tmp_path / "runs")
 
 
 def test_later_run_of_the_same_configuration_and_seed_wins(compose: Compose, tmp_path: Path) -> None:
