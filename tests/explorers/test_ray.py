@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from forks import Forks, ForksOfThisProcess
+from ray_worker import forked_workers
 
 from solrl_lightning.explorers.cluster import ENVIRONMENT
 
@@ -39,7 +40,7 @@ def run_driver(arguments: list[str]) -> int:
     os.chdir(TESTS.parent)
     sys.path.insert(0, str(TESTS.parent))
     os.environ |= ENVIRONMENT  # before Ray is imported
-    with ForksOfThisProcess() as forks:
+    with ForksOfThisProcess() as forks, forked_workers():
         imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # before pytest could rewrite their assertions
         options = ["-n", "0", "-p", "no:cacheprovider", f"--basetemp={folder}/driver", *imported]
         return pytest.main([*options, str(TESTS / "explorers/driver.py")], plugins=[Runs(forks)])
