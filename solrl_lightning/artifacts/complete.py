@@ -33,7 +33,7 @@ def check_undamaged(key: str, name: str, part: str = "") -> None:
     """Raise UserError for a damaged JSON or safetensors file in a local folder, and for a pointer of git-lfs."""
     if not is_path(name):
         return
-    for file in sorted(file for file in (Path(name).expanduser() / part).glob("*") if file.is_file()):
+    for file in sorted(file for file in (Path(name).expanduser() / part).glob("[!.]*") if file.is_file()):
         check_fetched(file, f"{key}={name}")
         if file.suffix == ".json":
             check_json(key, name, file)

@@ -81,7 +81,7 @@ def check_world(num_nodes: int, devices: int, rank: int, one_process: bool) -> N
     who = f"{launcher.name} has started {started} processes"
     fix = f" Set trainer.num_nodes={started // here} trainer.devices={here}."
     if not launcher.name:
-        variables += ("RANK",)  # which Lightning does not read
+        variables = tuple(dict.fromkeys([*variables, *_OF_LIGHTNING]))  # its loggers write nothing on another rank
         fits = started == 1 or (started == size and "LOCAL_RANK" in os.environ)
         who, fix = "no launcher has started this process", ""
     elif one_process:

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import json
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub.errors import HTTPError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
@@ -176,6 +176,19 @@ def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> It
             yield name, component_class
 
 
+def _dtype_of_8_bits(files: Iterable[Path]) -> str | None:
+    """Return a dtype of 8 bits that safetensors files have, whose scales the libraries would leave out; None if none.
+
+    From https://github.com/huggingface/safetensors/blob/main/safetensors/src/tensor.rs.
+    """
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            dtypes = {str(opened.get_slice(name).get_dtype()) for name in opened.keys()}
+        if of_8_bits := sorted(dtypes & {"I8", "U8"} | {dtype for dtype in dtypes if dtype.startswith("F8")}):
+            return of_8_bits[0]
+    return None
+
+
 def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None = None) -> Any:
     """Return the frozen model of a folder. A weight that is missing from its files is an error."""
     has_variant = variant is not None and any(folder.glob(f"*.{variant}[.-]*"))
@@ -187,7 +200,9 @@ def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant:
                 f"{' or '.join(variants)}. Set model.variant={variants[0]}."
             )
     config = json.loads((folder / "config.json").read_text())
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    files = folder.glob(f"*.{variant}[.-]*" if has_variant else "*.safetensors")
+    read = [file for file in files if file.suffix == ".safetensors" and (has_variant or file.name.count(".") == 1)]
+    method = (config.get("quantization_config") or {}).get("quant_method") or _dtype_of_8_bits(read)
     if method:
         raise UserError(
             f"{folder} is invalid: its weights are quantised ({method}), and must be of 16 or 32 bits. "

@@ -832,6 +832,7 @@ POD = dict(MASTER_ADDR="10.0.0.1", MASTER_PORT="1", WORLD_SIZE="2", RANK="1")  #
         (POD | {"RANK": "0"}, (2, 1, 0), "WORLD_SIZE=2 RANK=0 is invalid here: no launcher"),
         ({"RANK": "1"}, (1, 1, 0), "RANK=1 is invalid here: no launcher has started this .*, this one for rank 0. St"),
         ({"LOCAL_RANK": "1"}, (1, 1, 0), "LOCAL_RANK=1 is invalid here"),
+        ({"SLURM_PROCID": "1"}, (1, 1, 0), "SLURM_PROCID=1 is invalid here: no launcher has started this process"),
         ({"WORLD_SIZE": "two"}, (1, 1, 0), "WORLD_SIZE=two is invalid: a launcher sets it to a whole number"),
         ({"SLURM_NTASKS": ""}, (1, 1, 0), "SLURM_NTASKS= is invalid: a launcher sets it to a whole number"),
         (SRUN | {"SLURM_PROCID": "3"}, (2, 2, 3), ""),
@@ -852,7 +853,7 @@ POD = dict(MASTER_ADDR="10.0.0.1", MASTER_PORT="1", WORLD_SIZE="2", RANK="1")  #
 def test_ranks_of_the_trainer_are_the_processes_that_were_started(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], ranks: tuple[int, int, int], message: str
 ) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "RANK"):
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)  # Lightning leaves them in a process that has trained on several ranks
     set_all(monkeypatch, environment)
     with pytest.raises(UserError, match=message) if message else nullcontext():

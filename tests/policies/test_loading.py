@@ -65,6 +65,13 @@ def pickle_weights(folder: Path) -> None:
     file.unlink()
 
 
+def cast_weights(file: str, dtype: torch.dtype) -> Damage:
+    def cast(folder: Path) -> None:
+        save_file({name: weight.to(dtype) for name, weight in load_file(folder / file).items()}, folder / file)
+
+    return cast
+
+
 DAMAGES: list[tuple[Damage, str]] = [
     (shutil.rmtree, "give a local folder that save_pretrained wrote"),
     (change(INDEX, _class_name="DDPMPipeline"), "needs a FluxPipeline; .* is a DDPMPipeline"),
@@ -83,6 +90,11 @@ DAMAGES: list[tuple[Damage, str]] = [
     (pickle_weights, "safetensors"),
     (drop_a_weight("transformer"), "lacks 1 of them: .*weight"),
     (drop_a_weight("text_encoder"), "lacks 1 of them: .*weight"),
+    (
+        cast_weights(TRANSFORMER, torch.int8),
+        "transformer is invalid: its weights are quantised .I8., and must be of 16",
+    ),
+    (cast_weights(T5, torch.float8_e4m3fn), "text_encoder_2 is invalid: its weights are quantised .F8_E4M3., and must"),
     (change("transformer/config.json", in_channels=16), "does not fit its config.json"),
     (change("text_encoder_2/config.json", d_ff=8), "does not fit its config.json"),
 ]
