@@ -167,7 +167,6 @@ def test_error_about_a_missing_model_names_the_next_step(
         CLIPScore(**{"pretrained": clip_folder, "processor": clip_folder} | {argument: name})
 
 
-CUT = "model.safetensors is damaged or cut: .* Download or save it again, whole"
 UNREADABLE = "its weights cannot be read as those of a CLIP model: .* Download the model again"
 
 
@@ -177,13 +176,10 @@ UNREADABLE = "its weights cannot be read as those of a CLIP model: .* Download t
         (lambda f: edit(f / "config.json", model_type="siglip"), "must be a CLIP model of type clip, and is a siglip"),
         (lambda f: edit_weights(f, lambda w: w.pop("logit_scale")), "lacks 1 tensors, such as logit_scale"),
         (lambda f: edit_weights(f, lambda w: w.update(head=torch.ones(3))), "has unexpectedly 1 tensors, such as head"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"these are no weights" * 100), CUT),
-        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:9999]), CUT),
-        (lambda f: (f / "model.safetensors").unlink(), UNREADABLE),
         (lambda f: edit(f / "config.json", "text_config", hidden_size=16), UNREADABLE),
     ],
 )
-def test_error_about_damaged_weights(
+def test_error_about_unfit_weights(
     clip_folder: str, copied: Path, change: Callable[[Path], object], message: str
 ) -> None:
     change(copied)
@@ -194,8 +190,6 @@ def test_error_about_damaged_weights(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "processor_config.json").write_text('{"cut of'), "must be a JSON object"),
-        (lambda f: (f / "tokenizer.json").write_text('{"cut of'), "must be a JSON object"),
         ({"crop_size": {"height": 192, "width": 192}}, "makes images of 192 x 192"),
         ({"do_center_crop": False}, "do_center_crop=false. Set reward.clipscore.processor"),
         ({"resample": 2}, "resample=2. Set reward.clipscore.processor"),
@@ -204,7 +198,7 @@ def test_error_about_damaged_weights(
         (lambda f: edit(f / "config.json", "text_config", eos_token_id=5), "expects 5"),
     ],
 )
-def test_error_about_a_damaged_or_unfit_processor(copied: Path, change: Any, message: str) -> None:
+def test_error_about_an_unfit_processor(copied: Path, change: Any, message: str) -> None:
     if isinstance(change, dict):
         edit(copied / "processor_config.json", "image_processor", **change)
     else:

@@ -159,32 +159,6 @@ def test_error_about_weights_names_one(
         ImageReward(write_release(tmp_path, change), tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("ImageReward.pt", None, "it holds no ImageReward.pt. `hf download zai-org/ImageReward --local-dir <folder>`"),
-        ("ImageReward.pt", b"", "it cannot be read as weights: .* download it again"),
-        (
-            "med_config.json",
-            None,
-            "it holds no med_config.json. `hf download zai-org/ImageReward --local-dir <folder>`",
-        ),
-        ("med_config.json", b"{", "must be JSON with .* stopped at Expecting"),
-        ("med_config.json", b"[]", "must be JSON with .* stopped at list"),
-        ("med_config.json", b'{"vocab_size": 4}', "must be JSON with .* stopped at 'hidden_size'"),
-    ],
-)
-def test_error_about_a_missing_or_damaged_file(
-    file: str, content: bytes | None, message: str, tokenizer: str, tmp_path: Path
-) -> None:
-    folder = write_release(tmp_path)
-    (tmp_path / file).unlink()
-    if content is not None:
-        (tmp_path / file).write_bytes(content)
-    with pytest.raises(UserError, match=f"{folder}.*{message}"):
-        ImageReward(folder, tokenizer)
-
-
 def test_tokenizer_saved_by_transformers_gives_the_same_tokens(
     tokenizer: str, reward: ImageReward, tmp_path: Path
 ) -> None:
@@ -194,15 +168,11 @@ def test_tokenizer_saved_by_transformers_gives_the_same_tokens(
     assert loaded(PROMPTS).input_ids == reward.tokenizer(PROMPTS).input_ids
 
 
-def test_error_about_the_tokenizer(pretrained: str, tmp_path: Path) -> None:
+def test_error_about_a_tokenizer_of_another_size(pretrained: str, tmp_path: Path) -> None:
     words = (RECORDED / "vocab.txt").read_text(encoding="utf-8").splitlines()
     (tmp_path / "vocab.txt").write_text("\n".join(words[:-1]) + "\n", encoding="utf-8")
     message = f"tokenizer=.* is invalid: the model has {len(words) + 2} tokens, and this tokenizer has {len(words) + 1}"
     with pytest.raises(UserError, match=message):
-        ImageReward(pretrained, str(tmp_path))
-    (tmp_path / "vocab.txt").unlink()
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="tokenizer=.* is invalid: .*tokenizer.json must be a JSON object"):
         ImageReward(pretrained, str(tmp_path))
 
 

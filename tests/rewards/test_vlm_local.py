@@ -105,14 +105,6 @@ def test_every_spelling_is_the_same_answer_to_both_judges(answer: str) -> None:
     assert {normal(form) for form in spellings(answer)} == {normal(answer)}
 
 
-def test_folder_without_a_model_raises(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="it holds no config.json"):
-        LocalVLMReward(str(tmp_path), QUESTION, {"yes": 1.0, "no": 0.0})
-    (tmp_path / "config.json").write_text((Path(folder) / "config.json").read_text())
-    with pytest.raises(UserError, match=r"vlm_local.pretrained=.* is invalid: it has no preprocessor_config.json"):
-        LocalVLMReward(str(tmp_path), QUESTION, {"yes": 1.0, "no": 0.0})
-
-
 def test_a_file_that_is_missing_is_named_or_makes_no_difference(folder: str, tmp_path: Path) -> None:
     model = Qwen2VLForConditionalGeneration.from_pretrained(folder)
     model.save_pretrained(tmp_path, max_shard_size="100KB")
