@@ -171,6 +171,7 @@ def run_a_step(arguments: list[str]) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_command_ends_with_a_killed_proof(forks: Forks, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "alive")  # readable when its writers have ended
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
