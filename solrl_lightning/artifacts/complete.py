@@ -34,7 +34,7 @@ def check_undamaged(key: str, name: str, part: str = "") -> None:
     if not is_path(name):
         return
     for file in sorted(file for file in (Path(name).expanduser() / part).glob("[!.]*") if file.is_file()):
-        check_fetched(file, f"{key}={name}")
+        check_fetched(file, f"{key}={name} is invalid")
         if file.suffix == ".json":
             check_json(key, name, file)
         if file.suffix == ".safetensors":

@@ -30,20 +30,19 @@ def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a lo
     folder = Path(name).expanduser()
     for file in files:
         if (folder / file).is_file():
-            check_fetched(folder / file, f"{key}={name}")
+            check_fetched(folder / file, f"{key}={name} is invalid")
             return folder / file
     raise UserError(
         f"{key}={name} is invalid: it must be a hub id or a local folder; it holds no {' or '.join(files)}. {hint}"
     )
 
 
-def check_fetched(file: Path, subject: str) -> None:
-    """Raise UserError about ``subject`` for a file that git-lfs has not fetched yet."""
+def check_fetched(file: Path, named: str) -> None:
+    """Raise UserError, which begins with ``named``, for a file that git-lfs has not fetched yet."""
     with open(file, "rb") as content:
         if content.read(len(_POINTER)) == _POINTER:
             raise UserError(
-                f"{subject} is invalid: {file} is a pointer of git-lfs, which has not fetched it. Run git lfs pull in "
-                "its folder."
+                f"{named}: {file} is a pointer of git-lfs, which has not fetched it. Run git lfs pull in its folder."
             )
 
 

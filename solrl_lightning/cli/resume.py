@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from solrl_lightning.artifacts.finished_runs import FINISHED, read_summary
 from solrl_lightning.artifacts.formatting import path_option, quoted, shell_quoted
+from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free, run_of
 from solrl_lightning.artifacts.started_runs import started_runs
 from solrl_lightning.cli.config import ConfigTree, as_written, own_sources, resolvable, searched
@@ -333,6 +334,7 @@ def check_checkpoint(file: Path) -> None:
     if not file.is_file():
         kind = "it is a folder" if file.is_dir() else "there is no such file"
         raise UserError(f"ckpt={file} is invalid: {kind}. {_checkpoint_near(file)}.")
+    check_fetched(file, f"ckpt={file} is invalid")
     if file.suffix == ".safetensors":
         raise UserError(f"ckpt={file} is invalid: it must be a checkpoint of a run. {_from_lora(file)}.")
     others = [name for name in (BEST, LAST) if name.name != file.name and (file.parent / name.name).is_file()]

@@ -189,7 +189,7 @@ def _read_lines(path: Path) -> list[str]:
 
 def _read_utf8(path: Path) -> str:
     try:
-        check_fetched(path, f"the prompt file {path}")
+        check_fetched(path, f"the prompt file {path} is invalid")
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"the prompt file {path} cannot be read: {error.strerror}. Check its permissions.") from error
@@ -311,7 +311,7 @@ def _read_parquet(path: Path, column: str) -> list[Prompt]:
     from pyarrow import ArrowException, parquet
 
     try:
-        check_fetched(path, f"the prompt file {path}")
+        check_fetched(path, f"the prompt file {path} is invalid")
         table = parquet.ParquetFile(path)
         _check_column(table.schema_arrow.names, column, str(path))
         values = table.read([column]).column(0).to_pylist()

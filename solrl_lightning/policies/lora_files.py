@@ -14,6 +14,7 @@ from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.names import LORA_FILES, PEFT_CONFIG
 
@@ -54,6 +55,7 @@ def read_lora_file(
     """
     file = lora_file(path)
     try:
+        check_fetched(file, named)
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
             settings = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")

@@ -26,6 +26,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 from small_runs import SMALL, Command, files_of
+from take_away import POINTER
 
 import solrl_lightning
 from solrl_lightning.artifacts.run_folder import claimed, run_of
@@ -380,6 +381,8 @@ def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path
     assert "damaged or cut short" in error_of(command, "ckpt=cut.ckpt")
     (tmp_path / "best.ckpt").touch()
     assert "Take ckpt=best.ckpt, or start" in error_of(command, "ckpt=cut.ckpt")
+    (tmp_path / "cut.ckpt").write_bytes(POINTER)
+    assert "cut.ckpt is a pointer of git-lfs" in error_of(command, "ckpt=cut.ckpt")
     (tmp_path / "lora.safetensors").touch()
     assert "Begin a new run from this LoRA with model.init_lora=lora.safe" in error_of(command, "ckpt=lora.safetensors")
     content[content.index(weights.numpy().tobytes()) + 400] ^= 1

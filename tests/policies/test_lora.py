@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners import lora as peft_lora
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
+from take_away import POINTER
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
@@ -418,6 +419,9 @@ def test_the_advice_of_an_error_is_one_that_works(files: Files, nano_folder: str
         files.read(file)
     file.write_bytes(b"x" * 100)
     with pytest.raises(UserError, match=f"{file.name} cannot be read"):
+        files.read(file)
+    file.write_bytes(POINTER)
+    with pytest.raises(UserError, match=f"is invalid: .*{file.name} is a pointer of git-lfs"):
         files.read(file)
 
 
