@@ -223,6 +223,9 @@ class Run(Group):
         if self.trainer.get("max_epochs") != self.iterations:
             rule = f"a Lightning epoch is one iteration, and there are iterations={self.iterations}."
             raise Broken(rule, "trainer.max_epochs", "Leave it out, or set iterations=<number>.")
+        if self.trainer.get("default_root_dir") != self.run_dir:
+            fix = "Leave it out, and name the folder with hydra.run.dir=<folder>."
+            raise Broken("it must be the run's folder.", "trainer.default_root_dir", fix)
         names = [*self.reward.members, *([self.reward.name] if len(self.reward.members) > 1 else [])]
         monitor = self.callback("best").get("monitor")
         if monitor is not None and monitor not in names:
