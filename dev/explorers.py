@@ -18,7 +18,10 @@ CHUNKS, JITTER, REST, ITERATIONS, WAITING = 384, 0.2, 0.5, 200, 2
 
 
 def measure(chunk: int, rounds: int, overrides: list[str]) -> None:
-    """Print medians of the seconds of an exploration here and by one explorer, and their ratio."""
+    """Print medians of an exploration's seconds and CPU seconds here and by one explorer, and their ratios.
+
+    The CPU seconds are those of both processes, without Ray's own; the load of the machine changes them least.
+    """
     import torch
 
     from solrl_lightning.build import build_model, build_rewards
@@ -42,28 +45,41 @@ def measure(chunk: int, rounds: int, overrides: list[str]) -> None:
 
     begin = time.perf_counter()
     with explorers_of(cfg, 0, 1, device) as explorers:
+        import ray
+
         from solrl_lightning.explorers.sampler import RaySampler
 
         there = RaySampler(cfg, explorers, module.model, pool_of)
+
+        def cpu_seconds() -> float:
+            (explorer,) = explorers
+            return time.process_time() + ray.get(explorer.__ray_call__.remote(lambda self: time.process_time()))
+
         start, idle = time.perf_counter() - begin, []
         seconds: dict[str, list[float]] = {"here": [], "there": []}
+        cpu: dict[str, list[float]] = {"here": [], "there": []}
         module.requantize(0)
         there.sync(module.policy_state("old"), 0)
         for iteration in range(rounds + 1):
             for place, sampler in (("here", None), ("there", there)):
                 object.__setattr__(module.transformers, "explorers", sampler)
-                begin = time.perf_counter()
+                cpu_before, begin = cpu_seconds(), time.perf_counter()
                 module.run_stage(stage, encoded, pool_of(iteration)[1])
                 busy = there.metrics()["explorer_seconds"]
                 seconds[place].append(time.perf_counter() - begin)
+                cpu[place].append(cpu_seconds() - cpu_before)
             idle.append(seconds["there"][-1] / busy - 1)
             there.sync(module.policy_state("old"), iteration + 1)
         here, elsewhere = (statistics.median(values[1:]) for values in seconds.values())
-        ratios = [b / a for a, b in zip(seconds["here"][1:], seconds["there"][1:], strict=True)]
+        ratio, cpu_ratio = (
+            statistics.median(b / a for a, b in zip(pair["here"][1:], pair["there"][1:], strict=True))
+            for pair in (seconds, cpu)
+        )
         chunks = -(-encoded.conditioning[next(iter(encoded.conditioning))].shape[0] * cfg.family.pool // chunk)
         print(
             f"chunks of {chunk}: {here / chunks:.3f} s each here, {elsewhere / chunks:.3f} s by an explorer, ratio "
-            f"{statistics.median(ratios):.3f}; without work {statistics.median(idle[1:]):.3f}; start {start:.1f} s",
+            f"{ratio:.3f}, of CPU seconds {cpu_ratio:.3f}; without work {statistics.median(idle[1:]):.3f}; "
+            f"start {start:.1f} s",
             flush=True,
         )
 

@@ -1,4 +1,1 @@
-"""Exploration by actors of Ray: ``cluster`` places them, ``sampler`` sends them chunks, ``actor`` is one of them.
-
-Imported with explorers=ray only, because Ray is an optional dependency.
-"""
+"""Exploration by actors of Ray, an optional dependency: imported with explorers=ray only."""

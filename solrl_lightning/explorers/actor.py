@@ -41,9 +41,6 @@ class Explorer:
         self._weights: ray.ObjectRef | None = None  # that the sampler has
         self._prompts = lru_cache(maxsize=2)(lambda ref: self._moved(ray.get(ref)))
 
-    def place(self) -> None:
-        """Answer as soon as the cluster has a place for this actor."""
-
     def ready(self) -> str:
         """Build the module and return the precision of its shadow; raises what ``build_model`` does."""
         with self._turn:

@@ -85,7 +85,7 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         always = {"max_restarts": -1, "max_concurrency": REQUESTS, "scheduling_strategy": "SPREAD"}
         actor, arguments = ray.remote(Explorer).options(**needs, **always), (_options(cfg), __version__, os.getcwd())
         explorers = [actor.remote(*arguments) for _ in range(rank, options.count, ranks)]
-        if not ray.wait([explorer.place.remote() for explorer in explorers], timeout=PLACING)[0]:
+        if not ray.wait([explorer.__ray_ready__.remote() for explorer in explorers], timeout=PLACING)[0]:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             rooms = [f"{_text(node['Resources'])} on {node['NodeManagerAddress']}" for node in nodes]
             raise UserError(

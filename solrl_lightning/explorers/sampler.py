@@ -49,17 +49,10 @@ class Task(NamedTuple):
 
 
 class RaySampler:
-    """Sends the chunks of a stage to explorers.
+    """Sends the chunks of a stage to explorers, actors of `Explorer`; the device of ``model`` gets their answers.
 
-    Args:
-        cfg: options of the run.
-        explorers: actors of `Explorer`.
-        model: its device gets the answers.
-        pool_of: encoded prompts P and seeds [P, N] of an iteration.
-
-    Raises:
-        UserError: a machine of the cluster lacks something that the run needs.
-        ExplorersLost: as ``sample``.
+    ``pool_of``: encoded prompts P and seeds [P, N] of an iteration. Raises UserError if a machine of the cluster lacks
+    something that the run needs, and ExplorersLost as ``sample``.
     """
 
     def __init__(

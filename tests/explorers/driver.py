@@ -173,13 +173,15 @@ def assert_equal(one: Explored, other: Explored) -> None:
 
 @pytest.mark.parametrize("family", ["sol_rl", "race"])
 def test_explorers_give_the_bits_of_one_process(
-    cfg: Run, module: SolRLModule, actors: list[Any], tmp_path: Path, family: str
+    cfg: Run, module: SolRLModule, actors: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     cfg = options(tmp_path, family, *PREVIEW)
     module.requantize(0)
     expected = explored(cfg, module)
     for count in (1, 2, 4):
         with exploring(cfg, module, actors[:count]) as sampler:
+            put, queued = sampler._queue.put, []
+            monkeypatch.setattr(sampler._queue, "put", lambda chunk: queued.append(chunk) or put(chunk))  # noqa: B023
             module.requantize(0)
             if count == 4:
                 assert answering(sampler, 4)
@@ -189,6 +191,8 @@ def test_explorers_give_the_bits_of_one_process(
             assert_equal(expected, explored(cfg, module))
             metrics = sampler.metrics()
             assert metrics["lag"] == 0 < metrics["explorer_seconds"] and metrics["explorers_lost"] == (count == 4)
+            again = len(queued) - next(sampler._numbers)
+            assert again in ((1, samplers.REQUESTS) if count == 4 else (0,)), "each lost chunk once more"
     assert sampler.precision == "nvfp4 (emulated)" and answering(sampler, 4), "it starts again"
 
 

@@ -27,9 +27,11 @@ def forked_workers() -> Iterator[None]:
         process = os.fork()
         if process == 0:
             _serve(listener)
-    yield
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
 
 
 def _serve(listener: socket.socket) -> None:
