@@ -76,7 +76,7 @@ def levels(file: Path, place: tuple[int, int]) -> tuple[int, ...]:
         return image.getpixel(place)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("family", ["prefix", "race", "diffusionnft"])
+@pytest.mark.parametrize("family", ["race", "diffusionnft"])
 def test_it_trains_on_prompts_with_images(family: str, run: Compose, edits: Path, tmp_path: Path) -> None:
     cfg = run(f"family={family}", "prompts_per_iteration=3", *([RUNGS] if family == "race" else []))
     check_prompts(cfg)
