@@ -131,6 +131,16 @@ def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
     module.ema_state = average_in(checkpoint, module.policy_state(TRAINED))
 
 
+def load_weights(module: SolRLModule, cfg: Run) -> None:
+    """Read what ``cfg`` begins with: its checkpoint, or else its LoRA ``model.init_lora``, if there is one."""
+    if cfg.ckpt is not None:
+        load_trained(module, cfg.ckpt)
+    elif cfg.model.init_lora is not None:
+        trained = module.transformers.trained
+        assert isinstance(trained, AdaptedTransformer)  # Run.check_full
+        trained.start_from(Path(cfg.model.init_lora).expanduser(), module.model.pipeline_class)
+
+
 def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_nodes: Mapping[str, Any]) -> Trainer:
     """Return the trainer with the chosen callbacks and loggers."""
     callbacks_by_name = _made_each("callbacks", callback_nodes, Callback)

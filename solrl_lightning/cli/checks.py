@@ -69,8 +69,8 @@ def check_paths(options: Run) -> None:
             raise UserError(
                 f"{key}={value} is invalid: it must be a hub id, a local folder or file; there is none at that path."
             )
-    lora = options.model.init_lora
-    if lora is not None and options.ckpt is None:  # a resumed run has its adapters from the checkpoint
+    lora = options.lora
+    if lora is not None:
         path = Path(lora).expanduser()
         if not any(file.is_file() for file in ([path / name for name in LORA_FILES] if path.is_dir() else [path])):
             rule = f"it must be a LoRA file, or a folder with {' or '.join(LORA_FILES)}"
@@ -93,7 +93,8 @@ def check_needs(options: Run) -> None:
         )
     if isinstance(task, Generate):
         if not options.weights:
-            raise UserError("task.base=false leaves only the trained weights. Name them with ckpt=<file> or ckpt=last.")
+            fix = "Name them with ckpt=<file>, ckpt=last or model.init_lora=<LoRA>"
+            raise UserError(f"task.base=false leaves only the trained weights. {fix}.")
         if task.prompt_file is not None:
             check_source(task.prompt_file)
     if isinstance(task, Compare):

@@ -182,10 +182,15 @@ class Run(Group):
         return is_sharded(self.trainer)
 
     @property
+    def lora(self) -> str | None:
+        """The LoRA that the weights begin with; a checkpoint has weights of its own."""
+        return self.model.init_lora if self.ckpt is None else None
+
+    @property
     def weights(self) -> dict[str, str]:
-        """The name of each model in task=generate, and its name in ``SolRLModule.sample``."""
+        """The name of each model in task=generate and task=evaluate, and its name in ``SolRLModule.sample``."""
         base = {"base": "base"} if isinstance(self.task, Generate) and self.task.base else {}
-        return base | ({"trained": "ema"} if self.ckpt is not None else {})
+        return base | ({} if self.ckpt is None and self.lora is None else {"trained": "ema"})
 
     def callback(self, name: str) -> Mapping[str, Any]:
         """Return the arguments of a callback; empty if the run has no such callback."""

@@ -152,7 +152,7 @@ class Generate(_Known):
     seeds: Seeds
     """One image of every prompt each, instead of ``images``."""
     base: bool
-    """Also images of the base model, where there is a ckpt."""
+    """Also images of the base model, where there are trained weights."""
     grid_prompts: Count
     """Rows of the picture."""
     grid_images: Images

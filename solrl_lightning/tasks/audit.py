@@ -27,7 +27,7 @@ from torch import Tensor
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.formatting import command_line
 from solrl_lightning.artifacts.tables import write_json
-from solrl_lightning.build import build_module, device_of, load_trained, with_option
+from solrl_lightning.build import build_module, device_of, load_weights, with_option
 from solrl_lightning.data.prompt import identities
 from solrl_lightning.facts import prompt_sets
 from solrl_lightning.metrics.rank import RankFidelity
@@ -86,7 +86,7 @@ class Scored(NamedTuple):
 
 
 def audit(cfg: Run) -> dict[str, Any]:
-    """Rank fidelity of every explorer of ``cfg.task.proxies``, of the base or of ``cfg.ckpt``.
+    """Rank fidelity of every explorer of ``cfg.task.proxies``, of the base, ``cfg.ckpt`` or model.init_lora.
 
     Writes audit.json and audit.png, fidelity against cost.
     """
@@ -146,6 +146,7 @@ def describe_all(
         "pool": pool,
         "keep": keep,
         "checkpoint": cfg.ckpt,
+        "lora": cfg.lora,
         "truth": with_verdict(
             {
                 "steps": truth.stages[0].steps,
@@ -222,8 +223,7 @@ class Loaded(NamedTuple):
 
 def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
     task, module = cfg.task_as(Audit), build_module(cfg, prompt_sets(cfg), device_of(cfg.trainer), samplers)
-    if cfg.ckpt is not None:
-        load_trained(module, cfg.ckpt)
+    load_weights(module, cfg)
     module.requantize(version=0)
     prompts = module.encode(module.evaluation.prompts[: task.prompts])
     return Loaded(module, prompts, pool_seeds(cfg.seed, 0, identities(prompts.prompts), task.pool))

@@ -1,4 +1,4 @@
-"""task=evaluate: compares the base with a checkpoint on held-out prompts, by any number of rewards.
+"""task=evaluate: compares the base with a checkpoint or a LoRA on held-out prompts, by any number of rewards.
 
 Both models use the same noise, so images are compared in pairs. Prompts are the independent samples: images of one
 prompt are averaged first, and errors are over prompts. The devices share the prompts.
@@ -26,7 +26,7 @@ from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.formatting import numbers
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png
 from solrl_lightning.artifacts.tables import format_table, write_json
-from solrl_lightning.build import build_module, instantiate_trainer, load_trained
+from solrl_lightning.build import build_module, instantiate_trainer, load_weights
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.facts import prompt_sets
@@ -49,7 +49,7 @@ class Scored(NamedTuple):
 
 
 def evaluate(cfg: Run) -> dict[str, Any]:
-    """Score the base and, if ``cfg.ckpt`` is given, the checkpoint's average.
+    """Score the base and, if there is one, the checkpoint's average or the LoRA of model.init_lora.
 
     Writes evaluate.json (means, errors, differences), evaluate.csv (every image) and evaluate.png (side by side).
     """
@@ -57,10 +57,8 @@ def evaluate(cfg: Run) -> dict[str, Any]:
     started = time.perf_counter()
     trainer = instantiate_trainer(cfg.trainer, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     module = build_module(cfg, prompt_sets(cfg), trainer.strategy.root_device, ())
-    weights = {"base": "base"}
-    if cfg.ckpt is not None:
-        load_trained(module, cfg.ckpt)
-        weights["trained"] = "ema"
+    load_weights(module, cfg)
+    weights = {"base": "base"} | cfg.weights
     scorer = Scorer(module, weights, task.grid_prompts, task.grid_images)
     rank_prompts = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
     predictions: Any = trainer.predict(scorer, rank_prompts, return_predictions=True)
@@ -79,6 +77,7 @@ def evaluate(cfg: Run) -> dict[str, Any]:
             kinds[prompt.metadata["tag"]].append(row)
     result: dict[str, Any] = {
         "checkpoint": cfg.ckpt,
+        "lora": cfg.lora,
         "prompts": len(prompts),
         "images_per_prompt": cfg.data.eval_images,
         "steps": cfg.model.eval_steps,
@@ -217,8 +216,8 @@ def format_evaluation(result: dict[str, Any], folder: Path) -> str:
     ]
     if result["tags"]:
         lines.append(format_tags(result["tags"]))
-    if result["checkpoint"] is None:
-        lines.append("  the base alone; ckpt=last or ckpt=<file> compares it with a trained model")
+    if result["checkpoint"] is None and result["lora"] is None:
+        lines.append("  the base alone; ckpt=last or model.init_lora=<LoRA> compares it with trained weights")
     files = ", ".join(str(folder / f"evaluate.{suffix}") for suffix in ("json", "csv", "png"))
     return "\n".join([*lines, f"  {files}"])
 

@@ -1,4 +1,4 @@
-"""task=generate: samples images for given prompts, from the base model and a checkpoint's average.
+"""task=generate: samples images for given prompts, from the base model, and a checkpoint's average or a LoRA.
 
 An image is a function of its prompt, its seed and the weights, so base and trained differ by the training only. The
 task loads no reward and compiles nothing, because compilation takes longer than a few images.
@@ -18,7 +18,7 @@ from torch import Tensor
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_animation, to_image, to_png
 from solrl_lightning.artifacts.tables import write_json
-from solrl_lightning.build import build_model, device_of, load_trained, with_option
+from solrl_lightning.build import build_model, device_of, load_weights, with_option
 from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.facts import requested_prompts
 from solrl_lightning.frames import filmstrip
@@ -41,14 +41,14 @@ def generate(cfg: Run) -> dict[str, Any]:
     weights = cfg.weights
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), device_of(cfg.trainer))
-    if cfg.ckpt is not None:
-        load_trained(module, cfg.ckpt)
+    load_weights(module, cfg)
 
     images: list[dict[str, Any]] = []
     shown: dict[str, list[Tensor]] = {name: [] for name in weights}
     for name, state in weights.items():
         made_by = {"model": cfg.model.pretrained, "solver": cfg.model.solver, "steps": cfg.model.eval_steps}
-        made_by |= {"checkpoint": cfg.ckpt} if name == "trained" else {}
+        if name == "trained":
+            made_by |= {"checkpoint": cfg.ckpt} if cfg.lora is None else {"lora": cfg.lora}
         for index, pictures in enumerate(sample_images(module, prompts, seeds, name, state)):
             if index < task.grid_prompts:
                 shown[name].append(filmstrip(pictures[: task.grid_images]))
@@ -64,7 +64,7 @@ def generate(cfg: Run) -> dict[str, Any]:
     rows = [Row(prompt.identity, images, input_image=prompt.input_image) for prompt, *images in groups]
     title = "Same prompts, same noise" if len(weights) > 1 else "Generated images"
     write_atomically(folder / "generate.png", to_png(draw_grid(title, list(weights), rows)))
-    result = {"checkpoint": cfg.ckpt, "images": images, "seconds": time.perf_counter() - started}
+    result = {"checkpoint": cfg.ckpt, "lora": cfg.lora, "images": images, "seconds": time.perf_counter() - started}
     write_json(folder / "generate.json", result)
     print(f"{len(images)} images in {result['seconds']:.0f} s\n  {folder / 'images'}, {folder / 'generate.png'}")
     return result

@@ -24,6 +24,7 @@ from solrl_lightning.build import (
     build_module,
     build_objective,
     build_trainer,
+    load_weights,
 )
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.callbacks.ema import average_in
@@ -40,7 +41,6 @@ from solrl_lightning.quantization.backends import Hardware, hardware_of
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
-from solrl_lightning.training.transformers import AdaptedTransformer
 
 log = logging.getLogger(__name__)
 
@@ -86,12 +86,9 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
 
         settle = partial(settle_checkpointing, devices=trainer.world_size)
     module = build_module(cfg, prompts, device, cfg.samplers, objective, settle)
-    if checkpoint is None and cfg.model.init_lora is not None:
-        file = Path(cfg.model.init_lora).expanduser()
-        trained = module.transformers.trained
-        assert isinstance(trained, AdaptedTransformer)  # Model.check
-        trained.start_from(file, module.model.pipeline_class)
-    if checkpoint is not None:
+    if checkpoint is None:
+        load_weights(module, cfg)
+    else:
         # An error about other weights must precede the loggers' first write.
         module.on_load_checkpoint(checkpoint)
         average_in(checkpoint, module.policy_state(TRAINED))

@@ -30,6 +30,7 @@ from solrl_lightning.tasks.audit import (
     command_of,
     command_without_selection,
     fidelity,
+    load_pool,
 )
 from solrl_lightning.tasks.audit_search import EarlyStop, cheapest
 from solrl_lightning.tasks.audit_verdict import Gain, expected_gain, judge, recommend, with_verdict
@@ -40,6 +41,16 @@ SIZES = ("task.prompts=2", "task.pool=8", "task.keep=4", "model.full_steps=2", "
 SMALL = ("task=audit", "experiment=smoke", "trainer=cpu", *SIZES)
 PERFECT = {"top_overlap": 1, "bottom_overlap": 1, "top_mean_rank": 1.5, "bottom_mean_rank": 7.5}
 PERFECT |= {"spearman": pytest.approx(1.0), "kendall": pytest.approx(1.0)}
+
+
+def test_what_is_audited_has_the_lora_that_a_run_begins_with(compose: Compose, tmp_path: Path) -> None:
+    small = (*SMALL, "task.proxies=[{sampler:merged,steps:2}]")
+    base = load_pool(compose(*small), ()).module
+    state = {name: value + 0.1 for name, value in base.policy_state("default").items()}
+    base.transformers.trained.save(base.model, tmp_path, state)
+    module = load_pool(compose(*small, f"model.init_lora='{tmp_path}'"), ("merged",)).module
+    for name in ("default", "old"):
+        assert all(torch.allclose(value, state[key]) for key, value in module.policy_state(name).items())
 
 
 def test_race_is_ranked_by_the_latest_rungs_and_timed_a_candidate(

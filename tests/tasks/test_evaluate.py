@@ -56,6 +56,8 @@ def test_evaluation_equals_that_of_the_training_run(compose: Compose, tmp_path: 
     assert shapes["base"]["mean"] == pytest.approx(summary["base_reward"], rel=1e-6)
     assert shapes["trained"]["mean"] == pytest.approx(summary["final_reward"], rel=1e-6)
     assert shapes["trained"]["mean"] != shapes["base"]["mean"]
+    of_lora = evaluate(compose(*SMALL, "task=evaluate", f"model.init_lora='{tmp_path / 'lora'}'"))
+    assert of_lora["rewards"] == result["rewards"]
     assert shapes["difference"]["mean"] == pytest.approx(summary["improvement"], rel=1e-5)
     gains = [row["shapes"]["trained"] - row["shapes"]["base"] for row in result["per_prompt"]]
     assert shapes["difference"]["mean"] == pytest.approx(sum(gains) / len(gains), rel=1e-6)
