@@ -1,4 +1,4 @@
-"""Requantise the old policy into the shadow before every exploration, also after a resume."""
+"""Give the old policy's weights to everything that samples before every rollout, also after a resume."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 

@@ -203,12 +203,8 @@ def best_text(facts: Mapping[str, Any]) -> str:
 
 def shown_stages(facts: Mapping[str, Any]) -> dict[str, Mapping[str, float | None]]:
     """Return ``seconds_per_stage`` without the stages that the family does not have."""
-    without = {"requantize"} if facts["precision_backend"].startswith("no ") else set()
-    return {
-        name: seconds
-        for name, seconds in facts["seconds_per_stage"].items()
-        if name not in without and (seconds["total"] or seconds["median"])
-    }
+    every = facts["seconds_per_stage"]
+    return {name: seconds for name, seconds in every.items() if seconds["total"] or seconds["median"]}
 
 
 def error_of(facts: Mapping[str, Any], iteration: int, key: str = "standard_error") -> float | None:
