@@ -26,7 +26,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from solrl_lightning.artifacts.finished_runs import end_of
-from solrl_lightning.artifacts.formatting import counted
+from solrl_lightning.artifacts.formatting import counted, path_option
 from solrl_lightning.artifacts.run_folder import (
     LAST,
     NEXT_RECORD,
@@ -313,10 +313,17 @@ def _jobs(
         if not isinstance(cfg.hydra.verbose, bool | str | ListConfig):
             rule = "it must be true, false, or the name of a logger or several"
             raise UserError(f"hydra.verbose={cfg.hydra.verbose} is invalid: {rule}. Leave it out for the default.")
+        key = f"hydra.{'sweep' if tree.sweeps else 'run'}.dir"
+        pattern: Any = OmegaConf.to_container(home, resolve=False)
+        if tree.sweeps and "${hydra:" in pattern["dir"]:
+            fix = f"Write '{key}={pattern['dir'].replace('${hydra:', '${hydra.')}', or use hydra.sweep.subdir."
+            raise UserError(f"{key}={pattern['dir']} is invalid: ${{hydra:...}} has values in a job only. {fix}")
         with resolvable(cfg):
             folder = home.dir
+        if folder.startswith("~"):
+            full = path_option(key, os.path.expanduser(folder))
+            raise UserError(f"{key}={folder} is invalid: Hydra would make a folder ~ here. Write {full}.")
         if Path(folder) == Path():
-            key = f"hydra.{'sweep' if tree.sweeps else 'run'}.dir"
             raise UserError(f"{key}={folder} is invalid: runs need a folder of their own. Name one, or leave it out.")
         overrides = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
         if overrides in jobs:

@@ -143,7 +143,11 @@ class ConfigTree:
         return f"Cannot read {argument!r}. A text with {strange} needs quotes that survive the shell: {fix}."
 
     def completed(self, arguments: Sequence[str]) -> list[str]:
-        """Return the arguments with ``++`` before keys that have a default and are in no file of the chosen groups."""
+        """Return the arguments with ``++`` before keys that have a default and are in no file of the chosen groups.
+
+        ``~`` at the beginning of a path is the home folder.
+        """
+        arguments = list(map(_with_home, self.parse(arguments)))
         overrides = self.parse(arguments)
         dotted = [o for o in overrides if o.type == OverrideType.CHANGE and "." in o.key_or_group]
         if dotted:
@@ -239,6 +243,14 @@ def _whole(arguments: Sequence[str], index: int) -> str:
             break
         whole += f" {following}"
     return whole
+
+
+def _with_home(override: Override) -> str:
+    """Return the argument of ``override``, with the home folder for ``~`` at the beginning of its value."""
+    line, value = str(override.input_line), override.value()
+    if not isinstance(value, str) or not value.startswith("~/"):
+        return line
+    return f"{line.partition('=')[0]}={quoted(os.path.expanduser(value))}"
 
 
 def _swept(override: Override, every: bool) -> list[str]:

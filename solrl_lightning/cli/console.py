@@ -35,6 +35,7 @@ _CURES: dict[type[Exception], str] = {
     RankLost: "Read its message (a rank that the system kills for its memory leaves none)",
     OutOfMemory: "Set model.gradient_checkpointing=true or a smaller model.micro_batch (task=plan prints what fits)",
 }
+_NO_MEMORY = re.compile("DefaultCPUAllocator|bad_alloc|could not create a memory object")  # of torch and oneDNN
 _LOST_RANK = re.compile(r"gloo.* by peer", re.DOTALL)  # closed or reset by peer
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _NOTES = ("object_type=", "Config search path:", "provider=")  # of OmegaConf and Hydra
@@ -54,6 +55,12 @@ def _is_raised_by_hydra(error: Exception) -> bool:
     names = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     *_, library = [name for name in names if name not in sys.stdlib_module_names]
     return library in {"hydra", "omegaconf", "yaml", "antlr4"}
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def report_error(
@@ -76,7 +83,7 @@ def report_error(
             failure = WriteError.of(file, io)
         else:
             failure = UserError(f"{file}: {io.strerror}. Give a path that this user can read and write.")
-    full = next((e for e in causes if type(e).__name__ == "OutOfMemoryError"), None)  # of torch
+    full = next((e for e in causes if _is_out_of_memory(e)), None)
     if failure is None and full is not None:
         failure = OutOfMemory(f"the device has no memory left: {sentence(full)}")
     if failure is None and any(isinstance(e, RuntimeError) and _LOST_RANK.search(str(e)) for e in causes):

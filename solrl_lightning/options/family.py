@@ -32,7 +32,8 @@ class Exploration(Stage):
 
     def check(self) -> None:
         if self.stop_after is not None and self.stop_after >= self.steps:
-            raise Broken(f"it must be at least 1 and below {HERE}.steps={self.steps}.", "stop_after")
+            rule = f"it must be at least 1 and below {HERE}.steps={self.steps}."
+            raise Broken(rule, "stop_after", f"Lower it (by default model.prefix_steps) or raise {HERE}.steps.")
         if self.stop_after is not None and self.stop_below is not None:
             rule = f"{HERE}.stop_after={self.stop_after} stops the same trajectories."
             raise Broken(rule, "stop_below", f"Set {HERE}.stop_after=null.")
@@ -142,7 +143,8 @@ class Family(Pool):
             )
         if not others and explorer.rungs and explorer.rungs[-1].step == explorer.steps:
             rule = f"its last rung ends with step {explorer.steps}, the last one, so no step is left to regenerate."
-            raise Broken(rule, "explore.rungs")
+            fix = f"Set an earlier step there, or raise {HERE}.explore.steps and {HERE}.regenerate.steps."
+            raise Broken(rule, "explore.rungs", fix)
 
     @property
     def exploring_samplers(self) -> set[str]:

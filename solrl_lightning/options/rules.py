@@ -12,7 +12,7 @@ from typing_extensions import Self
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
 MAX_SEED = 2**32 - 1
-MAX_STEPS, MAX_IMAGES = 1000, 100_000
+MAX_STEPS, MAX_IMAGES, MAX_ITERATIONS = 1000, 100_000, 100_000_000
 _DEFAULT = "Leave it out for the default."
 _OTHER_TYPE = re.compile(r"[-+.\de]*|true|false|null", re.IGNORECASE)  # of a text that needs quotes to be one
 HERE = "<here>"
@@ -123,6 +123,7 @@ CountOrAuto = Annotated[
 ]
 Steps = Annotated[int, whole(1, MAX_STEPS)]
 Images = Annotated[int, whole(1, MAX_IMAGES)]
+Iterations = Annotated[int, whole(1, MAX_ITERATIONS)]
 Kept = Annotated[int, whole(2, note=": the best and the worst of a prompt are compared with each other")]
 Seed = Annotated[int, whole(0, MAX_SEED)]
 Finite = Annotated[float, number("a finite number", lambda value: True)]

@@ -24,6 +24,7 @@ from solrl_lightning.options.rules import (
     Count,
     CountOrAuto,
     Group,
+    Iterations,
     Node,
     Positive,
     Seed,
@@ -49,7 +50,7 @@ class Run(Group):
     """Equal seeds give equal runs."""
     model: Model
     """Text-to-image model."""
-    iterations: Count
+    iterations: Iterations
     """Each explores, selects, regenerates and trains."""
     max_seconds: Positive | None
     """Of training, without evaluations; the run ends at the end of the iteration that reaches them."""
@@ -224,7 +225,7 @@ class Run(Group):
         family = self.family
         if self.optimizer_steps > family.keep:
             rule = f"it must be at most family.keep={family.keep}, so that each step has rows of every prompt."
-            raise Broken(rule, "optimizer_steps")
+            raise Broken(rule, "optimizer_steps", f"Set optimizer_steps={family.keep} or raise family.keep.")
         if self.trainer.get("max_epochs") != self.iterations:
             rule = f"a Lightning epoch is one iteration, and there are iterations={self.iterations}."
             raise Broken(rule, "trainer.max_epochs", "Leave it out, or set iterations=<number>.")

@@ -8,10 +8,10 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.names import Decoder
 from solrl_lightning.options.family import Exploration, Pool
 from solrl_lightning.options.rules import (
+    MAX_ITERATIONS,
     MAX_SEED,
     Broken,
     Count,
-    CountOrZero,
     Group,
     Images,
     Kept,
@@ -124,7 +124,7 @@ class Compare(_Known):
 
 
 class Doctor(_Known):
-    iterations: CountOrZero | None
+    iterations: Annotated[int, whole(0, MAX_ITERATIONS)] | None
     """Iterations of training on captions of shapes."""
 
 

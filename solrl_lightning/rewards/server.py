@@ -8,6 +8,7 @@ Shapes: B images.
 import asyncio
 import hmac
 import io
+import logging
 import signal
 import socket
 from contextlib import suppress
@@ -23,9 +24,11 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from solrl_lightning.data.input_images import as_rgb
 from solrl_lightning.data.prompt import INPUT_IMAGE
-from solrl_lightning.errors import NonFiniteError, UserError, sentence
+from solrl_lightning.errors import NonFiniteError, RewardError, UserError, sentence
 from solrl_lightning.rewards.base import Metadata, call_with_metadata
 from solrl_lightning.rewards.weighted import WeightedRewards
+
+log = logging.getLogger(__name__)
 
 _BYTES_PER_PIXEL = 4  # of a PNG file with three channels in base64, at most
 _TEXT_BYTES = 2**20  # of prompts and metadata, at most
@@ -43,7 +46,7 @@ def create_app(rewards: WeightedRewards, device: torch.device, token: str, max_i
     """Make the application: GET /health and POST /score, which requires ``token`` unless it is empty.
 
     Requests are scored one after another. The answer is an error for another format, too many or too large images, and
-    prompts that a reward cannot score.
+    prompts that a reward cannot score. A reward that fails is logged, too.
     """
     app = FastAPI(openapi_url=None)
     turn = asyncio.Lock()
@@ -62,6 +65,11 @@ def create_app(rewards: WeightedRewards, device: torch.device, token: str, max_i
                 scores = await asyncio.to_thread(score_batch, rewards, images.to(device), batch)
         except (UserError, NonFiniteError) as error:
             raise HTTPException(422, str(error)) from error
+        except (RewardError, torch.OutOfMemoryError) as error:
+            others = f" and {len(batch.prompts) - 1} more" if len(batch.prompts) > 1 else ""
+            line = f"{sentence(error)} It was asked about the prompt {batch.prompts[0]!r}{others}."
+            log.error("%s", line)
+            raise HTTPException(500, line) from error
         return {"scores": scores.tolist()}
 
     return app

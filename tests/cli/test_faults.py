@@ -321,11 +321,28 @@ def test_rank_that_loses_another_says_so_in_a_line(tmp_path: Path, capsys: pytes
     assert the_line(capsys.readouterr().err).startswith("error: another rank of this run has ended.")
 
 
-def test_full_device_ends_with_options_that_take_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation"),
+            "CUDA out of memory. Tried to allocate 2.00 GiB",
+        ),
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("std::bad_alloc"), "std::bad_alloc"),
+        (RuntimeError("could not create a memory object"), "could not create a memory object"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"),
+            "[enforce fail] DefaultCPUAllocator: can't allocate",
+        ),
+    ],
+)
+def test_full_device_ends_with_options_that_take_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, message: str
+) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").touch()
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
     assert isinstance(report_error(error, tmp_path), OutOfMemory)
     line = the_line(capsys.readouterr().err)
-    assert line.startswith("error: the device has no memory left: CUDA out of memory. Tried to allocate 2.00 GiB. Set ")
+    assert line.startswith(f"error: the device has no memory left: {message}. Set ")
     assert "model.gradient_checkpointing=true" in line and "ckpt=last hydra.run.dir=" in line

@@ -28,8 +28,9 @@ seed=4294967296                  | it must be a whole number from 0 to 429496729
 seed=1.5                         | it must be a whole number from 0 to 4294967295. Leave it out for the default.
 task=audit task.prompts=0        | it must be a whole number of at least 1. Use task.prompts=1.
 seed=true                        | seed=true is invalid: it must be a whole number
-iterations=0                     | it must be a whole number of at least 1
-iterations=null                  | iterations=null is invalid: it must be a whole number of at least 1
+iterations=0                     | it must be a whole number from 1 to 100000000. Use iterations=1.
+iterations=100000000000000000000 | Use iterations=100000000.
+iterations=null                  | iterations=null is invalid: it must be a whole number from 1 to
 family.pool=100001               | it must be a whole number from 1 to 100000
 model.full_steps=1001            | model.full_steps=1001 is invalid: it must be a whole number from 1 to 1000
 optimizer.lr=nan                 | optimizer.lr=nan is invalid: it must be a finite number above 0
@@ -103,6 +104,9 @@ optimizer.betas=[]               | it must be a list of two numbers of at least 
 optimizer.betas=[0.9,1]          | it must be a list of two numbers of at least 0 and below 1
 family=race family.keep=4 family.explore.rungs=[{step:3,keep:24}] | Set it so, or leave family.pool and family.keep out.
 optimizer_steps=25               | it must be at most family.keep=24
+objective=dance_grpo family.keep=2 | of every prompt. Set optimizer_steps=2 or raise family.keep.
+family=prefix family.explore.steps=3 | below family.explore.steps=3. Lower it (by default model.prefix_steps) or raise
+task=audit model.full_steps=3 | below task.proxies.4.steps=3. Lower it (by default model.prefix_steps) or raise
 objective=flow_grpo objective.window=6 | objective.window=6 is invalid: it must be at most 5, half of family.regen
 base_weights=int8 family.compile=true | with family.compile=true it must be bfloat16, as torch.compile does not
 family.explore.stop_after=6      | family.explore.stop_after=6 is invalid: it must be at least 1 and below family.ex
