@@ -145,10 +145,12 @@ def check_source(source: str) -> None:
             f"the path {path} {problem} (looked in {Path.cwd()}), and the named sources are {', '.join(SOURCES)}.{hint}"
         )
     if path.suffix.lower() == ".json":
-        convert = f"pd.read_json('{path}').to_parquet('{path.with_suffix('.parquet')}')"
+        convert = (
+            f"pd.json_normalize(pd.read_json('{path}').to_dict('records')).to_parquet('{path.with_suffix('.parquet')}')"
+        )
         raise UserError(
             f"the prompt file {path} is invalid: it must be a table ({', '.join(_TABLES)}), a .jsonl file, or text "
-            "with one prompt a line. Convert it, and set data.column=<name>: "
+            "with one prompt a line. Convert it, and set data.column=<name>, which is <outer>.<inner> of a nested key: "
             f'python -c "import pandas as pd; {convert}"'
         )
 
@@ -337,7 +339,7 @@ def _table_records(values: list[Any], column: str, name: str) -> list[Prompt]:
         if value is not None and not isinstance(value, str):
             raise UserError(
                 f"data.column={column} is invalid: the column must hold strings; {name} holds {value!r} in row {row}. "
-                "Set data.column=<name> to another column."
+                "Set data.column=<name> to another column, or write one of strings."
             )
         check_text(value or "", f"{name} row {row}")
     return [Prompt(value or "") for value in values]
@@ -366,9 +368,10 @@ def _read_hub(dataset: str, split: str, column: str, file: str | None = None, ta
             f"where there is a network, and copy the folder {dataset} into the working directory."
         ) from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-        # datasets raises a ValueError that lists the splits for a missing split.
+        reason = " ".join(str(error).split())  # of a missing split it lists the splits
         raise UserError(
-            f"the data set {name} cannot be read: {sentence(error)} Name it as {HUB}<owner>/<name>/<split>."
+            f"the data set {name} cannot be read: {reason.rstrip('.')}. Name it as {HUB}<owner>/<name>/<split>, or "
+            "load it with datasets, write it with to_parquet('prompts.parquet'), and name that file."
         ) from error
     _check_column(table.column_names, column, name)
     records = _table_records(table.data.column(column).to_pylist(), column, name)

@@ -174,11 +174,11 @@ def test_malformed_csv_file_is_an_error(tmp_path: Path, content: bytes, message:
 
 
 def test_error_about_a_json_file_has_the_command_that_converts_it(tmp_path: Path) -> None:
-    file = write(tmp_path / "prompts.json", '[{"prompt": "one, two"}, {"prompt": "three"}]')
+    file = write(tmp_path / "prompts.json", '[{"data": {"text": "one, two"}}, {"data": {"text": "three"}}]')
     with pytest.raises(UserError, match=f"the prompt file {file} is invalid") as error:
         read_records(file, "prompt")
     exec(str(error.value).split('python -c "')[1].removesuffix('"'))
-    assert [record.text for record in read_records(file.with_suffix(".parquet"), "prompt")] == ["one, two", "three"]
+    assert [record.text for record in read_records(file.with_suffix(".parquet"), "data.text")] == ["one, two", "three"]
 
 
 # The hub
@@ -203,6 +203,10 @@ def test_data_set_of_the_hub_is_read_by_split_and_column_and_once(hub: Path, mon
         read_prompts("hf://owner/name/train")
     with pytest.raises(UserError, match=r"validation cannot be read: Unknown split .*'train', 'test'"):
         read_prompts("hf://owner/name/validation", "caption")
+    configs = "configs: [{config_name: one, data_files: data/train*}, {config_name: two, data_files: data/test*}]"
+    write(hub / "owner/name/README.md", f"---\n{configs}\n---\n")
+    with pytest.raises(UserError, match=r"Config name is missing.*'one', 'two'.* write it with to_parquet"):
+        read_prompts("hf://owner/name/train[:1]", "caption")
     monkeypatch.delattr(datasets, "load_dataset")
     assert identities(read_prompts("hf://owner/name/test", "caption")) == ["fog"]
 
