@@ -315,13 +315,20 @@ def test_input_images_and_videos_are_explored_as_here(
 def test_explorer_that_never_answers_ends_the_run(
     cfg: Run, module: SolRLModule, actors: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last one with these explorers, because one of them stays blocked."""
-    with exploring(cfg, module, actors[:1]):
+    """The last one with these explorers, because one of them is blocked, and ended.
+
+    Ray would end this process with its cluster, if a thread still waited for an answer.
+    """
+    with exploring(cfg, module, actors[:1]) as sampler:
         module.requantize(0)
         monkeypatch.setattr(samplers, "PATIENCE", 1.5)
         hold(actors[0])
         with pytest.raises(ExplorersLost, match="no explorer answers: "):
             explored(cfg, module)
+    ray.kill(actors[0])
+    for thread in sampler._threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_run_whose_cluster_is_gone_says_so_and_resumes(cfg: Run, runs: Forks, tmp_path: Path) -> None:
