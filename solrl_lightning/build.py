@@ -35,7 +35,7 @@ from solrl_lightning.machine import attention
 from solrl_lightning.machine.threads import divide_threads
 from solrl_lightning.names import AUTO, SHADOW, TRAINED
 from solrl_lightning.objectives.base import Objective
-from solrl_lightning.options.model import Lora, Model, Quantization
+from solrl_lightning.options.model import Model, Quantization
 from solrl_lightning.options.reward import Reward
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.trainer import Trainer as TrainerNode
@@ -315,16 +315,9 @@ def trained_as(model: Model, seed: int, is_sharded: bool) -> Callable[[ModelMixi
         from solrl_lightning.training.full import FullTransformer
 
         return FullTransformer
-    return partial(AdaptedTransformer, config=lora_config(model.lora), seed=seed)
-
-
-def lora_config(lora: Lora) -> LoraConfig:
-    return LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=list(lora.target_modules),
-        init_lora_weights="gaussian",
-    )
+    lora, targets = model.lora, list(model.lora.target_modules)
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights="gaussian")
+    return partial(AdaptedTransformer, config=config, seed=seed)
 
 
 def quantization_rule(quantization: Quantization) -> QuantizationRule:

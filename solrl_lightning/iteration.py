@@ -33,7 +33,7 @@ from solrl_lightning.training.module import SolRLModule
 def train(cfg: Run, device: torch.device) -> SolRLModule:
     """Train from the base model, and return the module with the trained weights."""
     objective, rewards = build_objective(cfg.objective), build_rewards(cfg.reward, cfg.model.frames, device)
-    module = build_model(cfg, device, cfg.samplers, rewards, (), objective)
+    module = build_model(cfg, device, cfg.samplers, rewards, objective=objective)
     model, transformers = module.model, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
@@ -42,8 +42,6 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
     schedule = PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed)
-    prompts_of = [schedule.for_iteration(iteration) for iteration in range(cfg.iterations)]
-    everything = module.encode(list(dict.fromkeys(sum(prompts_of, []))))
 
     def run(
         recorded: range, encoded: EncodedPrompts, stage: Stage, seeds: Tensor, state: SolverState | None
@@ -52,8 +50,9 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         steps = range(0) if stage.name == EXPLORE else recorded
         return module.run_stage(stage, encoded, seeds, initial_state=state, transitions=steps)
 
-    for iteration, prompts in enumerate(prompts_of):
-        encoded = everything.gather(torch.tensor([everything.prompts.index(prompt) for prompt in prompts]))
+    for iteration in range(cfg.iterations):
+        prompts = schedule.for_iteration(iteration)
+        encoded = module.encode(prompts)
         recorded = objective.transitions(stages[-1].steps, iteration)
 
         # Requantise: everything that samples gets the weights of the old policy.
@@ -65,14 +64,14 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
 
         # Train, only on the rewards of the regenerated samples; a row is a sample at a noise level.
         merits = rewards.for_training.merits(samples.scores)  # [P, K], among the samples
-        advantages = objective.advantages(merits, lambda total: total)  # [P, K]
+        advantages = objective.advantages(merits)  # [P, K]
         rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
         batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)  # in order, not shuffled
         for number, batch in enumerate(batches):
             real = max(1, batch.real)  # the other rows pad the batch and weigh nothing
             others = {}
             for name, every in objective.needs.items():  # "old", "reference"
-                if (number + iteration) % every == 0:
+                if (number + iteration) % every == 0:  # every n-th micro-batch, one later in each iteration
                     with torch.no_grad(), transformers.velocity_models[name]() as transformer:
                         others[name] = module.velocity(transformer, batch)[:real]
             with transformers.trained.current() as transformer:

@@ -73,7 +73,7 @@ class Objective(ABC):
         levels = len(self.transitions(num_steps, 0)) or num_steps
         return self.train_steps(torch.zeros(1, dtype=torch.int64), levels).shape[1]
 
-    def advantages(self, rewards: Tensor, all_reduce_sum: AllReduce) -> Tensor:
+    def advantages(self, rewards: Tensor, all_reduce_sum: AllReduce = lambda total: total) -> Tensor:
         """Return float32 [P, K] of rewards [P, K]."""
         return group_advantages(rewards, all_reduce_sum=all_reduce_sum)
 

@@ -318,7 +318,7 @@ class PipelineAdapter(ABC):
 
     def preview(self, x: Tensor) -> Tensor:
         """As ``decode``, by the preview decoder."""
-        assert self.preview_decoder is not None  # checks.check_decoder
+        assert self.preview_decoder is not None  # Run.check_decoder
         return self._images(x, self.preview_decoder)
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from solrl_lightning.build import build_objective, lora_config
+from solrl_lightning.build import build_objective, trained_as
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
@@ -298,7 +298,7 @@ def test_weights_of_flux1_under_sol_rl_take_at_most_half_more_than_one_copy(comp
     weights = {layer.name: transformer.get_submodule(layer.name).weight for layer in layers}
     quantized = [layer.name for layer in layers if layer.quantized]
     with torch.device("meta"):
-        adapted = lora.add_adapters(transformer, lora_config(cfg.model.lora), seed=0)
+        adapted = trained_as(cfg.model, 0, False)(transformer).lora_layers
     replicas = replica_bytes(weights, adapted) + replica_bytes(weights, adapted, quantized, PACKED_BITS["nvfp4"])
     assert copy == 2 * 11_901_408_320
     assert 1.2 < (copy + replicas) / copy <= 1.5
