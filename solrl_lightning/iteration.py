@@ -2,17 +2,16 @@
 
     python -m solrl_lightning.iteration experiment=smoke seed=3
 
-``training/loop.py`` adds ranks, checkpoints, evaluations, callbacks, and exploration in other processes.
+``training/loop.py`` adds ranks, checkpoints, evaluations, callbacks, and exploration in other processes, and encodes
+the prompts of several iterations at once.
 
 Shapes: P prompts, N candidates of each, K kept, R rewards, B rows of a micro-batch.
 """
 
 import sys
-from functools import partial
 
 import torch
 from hydra.utils import instantiate
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from solrl_lightning.build import build_model, build_objective, build_rewards
@@ -22,9 +21,7 @@ from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.facts import prompt_sets
 from solrl_lightning.options.run import Run
 from solrl_lightning.rollout.explore import run_family
-from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts
-from solrl_lightning.rollout.stage import EXPLORE, Stage
-from solrl_lightning.sampling import SolverState
+from solrl_lightning.rollout.records import Rollouts
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.training.module import SolRLModule
@@ -43,26 +40,20 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
     schedule = PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed)
 
-    def run(
-        recorded: range, encoded: EncodedPrompts, stage: Stage, seeds: Tensor, state: SolverState | None
-    ) -> Candidates:
-        """Sample and score the candidates of seeds [P, n]; in the last stage the steps ``recorded`` take noise."""
-        steps = range(0) if stage.name == EXPLORE else recorded
-        return module.run_stage(stage, encoded, seeds, initial_state=state, transitions=steps)
-
     for iteration in range(cfg.iterations):
         prompts = schedule.for_iteration(iteration)
         encoded = module.encode(prompts)
-        recorded = objective.transitions(stages[-1].steps, iteration)
+        transitions = objective.transitions(stages[-1].steps, iteration)  # steps of the last stage that take noise
 
         # Requantise: everything that samples gets the weights of the old policy.
         module.requantize(iteration)
 
-        # Explore the pool cheaply, select the best and the worst, and regenerate them in BF16 from the same noise.
+        # Explore the pool cheaply, select the best and the worst, and regenerate them in BF16 from the same noise, by
+        # default with the old policy's LoRA merged into the weights (`Stage.sampler`).
         seeds = pool_seeds(cfg.seed, iteration, identities(prompts), cfg.family.pool)  # [P, N]
-        explored, samples, proxy_merits = run_family(stages, seeds, prompts, partial(run, recorded, encoded))
+        explored, samples, proxy_merits = run_family(stages, encoded, seeds, module.run_stage, transitions)
 
-        # Train, only on the rewards of the regenerated samples; a row is a sample at a noise level.
+        # Train on the samples and rewards of the last stage, not on proxies; a row is a sample at a noise level.
         merits = rewards.for_training.merits(samples.scores)  # [P, K], among the samples
         advantages = objective.advantages(merits)  # [P, K]
         rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)

@@ -85,7 +85,7 @@ class Explorer:
                 (self._weights,) = weights
             encoded = self._prompts(prompts[0]).gather(owner)
             first = None if state is None else self._moved(state).take((slice(None), None))
-            state = concatenate([chunk.state for chunk in sampler.sample(encoded, seeds[:, None], stage, first)])
+            state = concatenate([chunk.state for chunk in sampler.sample(stage, encoded, seeds[:, None], first)])
             decode, rewards = module.decoder(stage.decoder), module.rewards.for_training
             scores = self._submit(lambda: score_images(decode, rewards, state.x0, encoded.prompts, seeds, or_nan=True))
             seconds = time.perf_counter() - start

@@ -93,9 +93,9 @@ class RaySampler:
 
     def sample(
         self,
+        stage: Stage,
         prompts: EncodedPrompts,
         seeds: Tensor,
-        stage: Stage,
         initial_state: SolverState | None = None,
         transitions: range = range(0),
     ) -> Generator[Chunk, None, None]:
@@ -106,11 +106,11 @@ class RaySampler:
         """
         assert self.version is not None and not transitions, "exploration records no steps"
         ahead = self._max_lag if initial_state is None else 0  # only of the first stage
-        tasks = self._ahead.pop(_key(seeds), None) or self._submit(self.version, prompts, seeds, stage, initial_state)
+        tasks = self._ahead.pop(_key(seeds), None) or self._submit(self.version, stage, prompts, seeds, initial_state)
         for iteration in range(self.version + 1, min(self.version + ahead, self._last) + 1):
             later, seeds_of_later = self._pool_of(iteration)
             if _key(seeds_of_later) not in self._ahead:
-                self._ahead[_key(seeds_of_later)] = self._submit(iteration, later, seeds_of_later, stage, None)
+                self._ahead[_key(seeds_of_later)] = self._submit(iteration, stage, later, seeds_of_later, None)
         for task in tasks:
             scores, state, seconds = self._result(task.answer)
             self._lags.append(self.version - task.version)
@@ -118,7 +118,7 @@ class RaySampler:
             yield Chunk(task.places, map_tensors(lambda tensor: tensor.to(self.model.device), state), None, scores)
 
     def _submit(
-        self, iteration: int, prompts: EncodedPrompts, seeds: Tensor, stage: Stage, initial_state: SolverState | None
+        self, iteration: int, stage: Stage, prompts: EncodedPrompts, seeds: Tensor, initial_state: SolverState | None
     ) -> list[Task]:
         assert self.version is not None, "sync precedes sampling"
         owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])

@@ -26,7 +26,6 @@ class Rung(Group):
 class Exploration(Stage):
     """A cheap way to score the candidates of a pool: a stage, or several that are its rungs."""
 
-    no_keys = ("name", "keep", "with_states", "shared_noise")
     rungs: list[Rung] | None = None
     """Several steps after which candidates are scored and some of them continue."""
 
@@ -97,7 +96,7 @@ class Exploration(Stage):
 class Regeneration(Stage):
     """The pass that gives the images to train on, which are whole."""
 
-    no_keys = ("name", "keep", "with_states", "shared_noise", "stop_after", "stop_below", "decoder")
+    no_keys = (*Stage.no_keys, "stop_after", "stop_below", "decoder")
     solver: SolverName
     """Solver of the noise levels."""
 

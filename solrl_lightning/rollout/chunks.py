@@ -74,9 +74,9 @@ def iter_sampled_chunks(
     model: PipelineAdapter,
     transformer: nn.Module,
     batch_size: BatchSize,
+    stage: Stage,
     prompts: EncodedPrompts,
     seeds: Tensor,
-    stage: Stage,
     initial_state: SolverState | None = None,
     transitions: range = range(0),
 ) -> Iterator[Chunk]:
@@ -90,7 +90,6 @@ def iter_sampled_chunks(
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
     starts = seeds[:, :1].expand_as(seeds).flatten() if stage.shared_noise else flat
-    points_to_record = range(transitions.start, transitions.stop + 1) if transitions else range(0)
 
     def integrate(index: Tensor) -> tuple[SolverState, RecordedSteps | None]:
         _, conditioning = prompts.gather(owner[index])
@@ -109,7 +108,7 @@ def iter_sampled_chunks(
 
         points = []
         for state in chain([first], steps(velocity, first, sigmas, solver, stage.end, noise)):
-            if state.step in points_to_record:
+            if transitions and transitions.start <= state.step <= transitions.stop:
                 points.append(state)
         return state, record(points) if points else None
 

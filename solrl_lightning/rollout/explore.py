@@ -11,15 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.rollout.chunks import check_selectable
-from solrl_lightning.rollout.records import Candidates
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.select import rerank, select_contrastive
 from solrl_lightning.rollout.stage import Stage, with_next
 from solrl_lightning.sampling import SolverState
 
-RunStage = Callable[[Stage, Tensor, SolverState | None], Candidates]
-"""Stage, seeds [P, K], and a state to begin from (None: the seeds' noise) -> scored candidates."""
+RunStage = Callable[[Stage, EncodedPrompts, Tensor, SolverState | None, range], Candidates]
+"""Stage, prompts, seeds [P, K], a state to begin from (None: the seeds' noise), transitions -> scored candidates."""
 
 
 class Explored(NamedTuple):
@@ -30,8 +29,12 @@ class Explored(NamedTuple):
     proxy_merits: Tensor  # [P, K] float32, by which the last selection has taken them
 
 
-def run_family(stages: Sequence[Stage], seeds: Tensor, prompts: list[Prompt], run: RunStage) -> Explored:
+def run_family(
+    stages: Sequence[Stage], prompts: EncodedPrompts, seeds: Tensor, run: RunStage, transitions: range = range(0)
+) -> Explored:
     """Return the results of ``stages`` on seeds [P, N]; a stage with ``keep`` selects the candidates of the next one.
+
+    ``transitions``: of the last stage.
 
     Raises:
         NonFiniteError: too few candidates of a prompt have a finite reward.
@@ -40,13 +43,14 @@ def run_family(stages: Sequence[Stage], seeds: Tensor, prompts: list[Prompt], ru
     places = torch.arange(seeds.shape[1]).expand_as(seeds)  # indices into the pool
     for stage, following in with_next(stages):
         continued = following is not None and stage.continues_in(following)
-        candidates = run(stage.but(with_states=continued or following is None), seeds, state)
+        how = stage.but(with_states=continued or following is None)
+        candidates = run(how, prompts, seeds, state, transitions if following is None else range(0))
         if pool is None:
             pool = candidates._replace(state=None)  # so that the latents are freed before the next stage runs
         elif stage.keep is not None:
             pool = pool._replace(merits=rerank(pool.merits, places, candidates.merits))
         if stage.keep is not None:
-            check_selectable(candidates.merits, stage.keep, prompts)
+            check_selectable(candidates.merits, stage.keep, prompts.prompts)
             extremes = select_contrastive(candidates.merits, stage.keep)
             candidates, places = candidates.take(extremes), places.gather(1, extremes.cpu())
             proxy_merits = candidates.merits

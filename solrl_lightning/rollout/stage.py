@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from solrl_lightning.names import Decoder, Sampler, SolverName
 from solrl_lightning.options.rules import Count, Group, Level
@@ -21,6 +21,7 @@ _ROUNDING = 1e-6  # of noise levels in float32
 class Stage(Group):
     """One pass over the candidates; an option of sampling is a field. The last four are no keys: families set them."""
 
+    no_keys: ClassVar[tuple[str, ...]] = ("name", "keep", "with_states", "shared_noise")
     sampler: Sampler
     """Weights that sample: shadow (the quantised copy of the policy), merged (BF16 with the LoRA merged into the
     weights), or policy (BF16 with LoRA branches, as in training; slower)."""

@@ -47,7 +47,6 @@ from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, velocities_per_prompt
-from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
 from solrl_lightning.tasks.audit_text import format_audit, format_search, format_verdict
@@ -217,9 +216,6 @@ class Loaded(NamedTuple):
     prompts: EncodedPrompts
     seeds: Tensor  # [P, N]
 
-    def run(self, stage: Stage, seeds: Tensor, state: SolverState | None = None) -> Candidates:
-        return self.module.run_stage(stage, self.prompts, seeds, initial_state=state)
-
 
 def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
     task, module = cfg.task_as(Audit), build_module(cfg, prompt_sets(cfg), device_of(cfg.trainer), samplers)
@@ -230,7 +226,7 @@ def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
 
 
 def _full(cfg: Run, **others: Any) -> Stage:
-    return Stage(sampler=MERGED, steps=cfg.model.full_steps, solver=cfg.model.solver, **others)
+    return Stage(sampler=MERGED, steps=cfg.model.full_steps, solver=cfg.model.solver).but(**others)
 
 
 def _stages(key: str, explorer: Exploration, cfg: Run, sigmas: Sigmas) -> list[Stage]:
@@ -240,8 +236,8 @@ def _stages(key: str, explorer: Exploration, cfg: Run, sigmas: Sigmas) -> list[S
 
 def score_pool(cfg: Run, explorers: Mapping[str, Exploration], with_truth: bool) -> list[Scored]:
     """Sample and score the pool by ``explorers`` by key, after a warm-up in which compiled samplers compile."""
-    loaded = load_pool(cfg, {explorer.sampler for explorer in explorers.values()})
-    module, seeds, sigmas = loaded.module, loaded.seeds, loaded.module.model.sigmas
+    module, prompts, seeds = load_pool(cfg, {explorer.sampler for explorer in explorers.values()})
+    sigmas = module.model.sigmas
     truth = Exploration(sampler="merged", steps=cfg.model.full_steps)
     families = [(truth, _stages("", truth, cfg, sigmas)[:1])] if with_truth else []
     for key, explorer in explorers.items():
@@ -250,9 +246,9 @@ def score_pool(cfg: Run, explorers: Mapping[str, Exploration], with_truth: bool)
             families.append((explorer, stages))
     seconds_of: defaultdict[str, float] = defaultdict(float)
 
-    def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
+    def run(stage: Stage, *on: Any) -> Candidates:
         start = time.perf_counter()
-        candidates = loaded.run(stage, seeds, state)
+        candidates = module.run_stage(stage, *on)
         candidates.rewards.cpu()  # waits for a GPU
         seconds_of[stage.name] += time.perf_counter() - start
         return candidates
@@ -260,9 +256,9 @@ def score_pool(cfg: Run, explorers: Mapping[str, Exploration], with_truth: bool)
     scored = []
     for explorer, stages in families:
         for stage in (stages[0], stages[-1]):
-            loaded.run(stage.but(steps=1, stop_after=None), seeds[:, :1])
+            module.run_stage(stage.but(steps=1, stop_after=None), prompts, seeds[:, :1])
         seconds_of.clear()
-        pool = run_family(stages, seeds, loaded.prompts.prompts, run).pool
+        pool = run_family(stages, prompts, seeds, run).pool
         seconds = {name: value / seeds.numel() for name, value in seconds_of.items()}
         shadow = stages[0].sampler == SHADOW
         backend = module.transformers.precision_backend if shadow else "no shadow"
@@ -276,10 +272,11 @@ def score_pool(cfg: Run, explorers: Mapping[str, Exploration], with_truth: bool)
 
 def search_stops(cfg: Run, truth: Tensor) -> list[dict[str, Any]]:
     """Return the rows of ``search`` in the pool with merits ``truth``; the cheapest of each family has a command."""
-    loaded, explorer = load_pool(cfg, {MERGED}), with_option(cfg, "family", "prefix").family.explore
+    module, prompts, seeds = load_pool(cfg, {MERGED})
+    explorer = with_option(cfg, "family", "prefix").family.explore
     assert explorer is not None
-    scores = score_steps(_full(cfg, name=_PROXY, decoder=explorer.decoder), loaded.seeds, loaded.run)
-    merits, sigmas = loaded.module.rewards.for_training.merits, loaded.module.model.sigmas
+    scores = score_steps(_full(cfg, name=_PROXY, decoder=explorer.decoder), prompts, seeds, module.run_stage)
+    merits, sigmas = module.rewards.for_training.merits, module.model.sigmas
     task, passes = cfg.task_as(Audit), forward_passes(cfg.model.guidance_scale)
     stops = search(explorer, scores, merits, truth, sigmas, task.keep)
     chosen = [cheapest(stops, family, task.min_gap) for family in ("prefix", "race")]

@@ -9,7 +9,7 @@ Shapes: P prompts, N pool, K candidates of a stage, R rewards.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,22 +18,21 @@ from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.metrics.selection_gain import gap_of_prompts, ratio_of_sums
 from solrl_lightning.options.family import Exploration, Rung
 from solrl_lightning.rollout.explore import RunStage, run_family
-from solrl_lightning.rollout.records import Candidates
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.select import take
 from solrl_lightning.rollout.stage import Sigmas, Stage, level_of, steps_label, velocities_per_prompt
-from solrl_lightning.sampling import SolverState
 
 _EIGHTHS = (3, 4, 5, 6)  # of the pool, that the first of two rungs keeps
 
 
-def score_steps(stage: Stage, seeds: Tensor, run: RunStage) -> dict[int, Tensor]:
+def score_steps(stage: Stage, prompts: EncodedPrompts, seeds: Tensor, run: RunStage) -> dict[int, Tensor]:
     """Return the scores [P, N, R] on the CPU by step, from the second step of ``stage`` to the last but one.
 
     The first step predicts from pure noise, whose level is that of no early stop.
     """
     scores, state = {}, None
     for step in range(2, stage.steps):
-        candidates = run(stage.but(stop_after=step), seeds, state)
+        candidates = run(stage.but(stop_after=step), prompts, seeds, state, range(0))
         scores[step], state = candidates.scores.cpu(), candidates.state
     return scores
 
@@ -44,12 +43,13 @@ def simulate(stages: Sequence[Stage], scores: Mapping[int, Tensor], merits: Call
     ``merits``: of scores [P, K, R], as those of the rewards.
     """
 
-    def look_up(stage: Stage, places: Tensor, state: SolverState | None) -> Candidates:
+    def look_up(stage: Stage, _: Any, places: Tensor, *state: Any) -> Candidates:
         scored = take(scores[stage.end], places)
         return Candidates(places, None, merits(scored), scored, merits(scored))
 
     count, pool, _ = scores[min(scores)].shape
-    return run_family(stages, torch.arange(pool).expand(count, pool), [Prompt("")] * count, look_up).pool.merits
+    prompts = EncodedPrompts([Prompt("")] * count, {})
+    return run_family(stages, prompts, torch.arange(pool).expand(count, pool), look_up).pool.merits
 
 
 class EarlyStop(NamedTuple):

@@ -21,7 +21,6 @@ them.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,7 +36,7 @@ from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
-from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates_per_prompt, velocities_per_prompt
+from solrl_lightning.rollout.stage import Stage, candidates_per_prompt, velocities_per_prompt
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
@@ -176,7 +175,8 @@ class ExploreTrainLoop(_FitLoop):
         with self.stopwatch.stage(self.stages[0].name):
             encoded, seeds = self.pool_of(iteration)
         prompts = encoded.prompts
-        explored, samples, proxy_merits = run_family(self.stages, seeds, prompts, partial(self._run, encoded))
+        transitions = self._transitions(iteration)
+        explored, samples, proxy_merits = run_family(self.stages, encoded, seeds, self._run, transitions)
         merits = self._module.rewards.for_training.merits(samples.scores)  # among the samples, not in the pool
         advantages = self.objective.advantages(merits, self._sum)
         self.explored = explored if len(self.stages) > 1 else None
@@ -216,23 +216,18 @@ class ExploreTrainLoop(_FitLoop):
         The prompts are some of this iteration, with its encodings: one that is encoded alone may get other rounding.
         The time counts as stage "probe".
         """
-        encoded = self._encode(self.trainer.current_epoch, prompts)
-        return self._run(encoded, self.stages[-1].but(name="probe", with_states=with_states), seeds)
+        iteration, stage = self.trainer.current_epoch, self.stages[-1].but(name="probe", with_states=with_states)
+        return self._run(stage, self._encode(iteration, prompts), seeds, None, self._transitions(iteration))
 
     def _run(
-        self,
-        prompts: EncodedPrompts,
-        stage: Stage,
-        seeds: Tensor,
-        initial_state: SolverState | None = None,
+        self, stage: Stage, prompts: EncodedPrompts, seeds: Tensor, state: SolverState | None, transitions: range
     ) -> Candidates:
-        """Return the candidates of seeds [P, n] after ``stage``, sampled as the objective needs them, and scored."""
-        module, transitions = self._module, range(0)
+        """Run a stage on the clock of its name."""
         with self.stopwatch.stage(stage.name), self.trainer.profiler.profile(stage.name):  # type: ignore[attr-defined]
-            if stage.name != EXPLORE:
-                transitions = self.objective.transitions(stage.steps, self.trainer.current_epoch)
-            progress = self.stopwatch.progress
-            return module.run_stage(stage, prompts, seeds, progress, initial_state, transitions)
+            return self._module.run_stage(stage, prompts, seeds, state, transitions, self.stopwatch.progress)
+
+    def _transitions(self, iteration: int) -> range:
+        return self.objective.transitions(self.stages[-1].steps, iteration)
 
     def _sum(self, value: Tensor) -> Tensor:
         total = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")

@@ -106,9 +106,9 @@ class SolRLModule(LightningModule):
         stage: Stage,
         prompts: EncodedPrompts,
         seeds: Tensor,
-        progress: Progress = lambda done, total: None,
         initial_state: SolverState | None = None,
         transitions: range = range(0),
+        progress: Progress = lambda done, total: None,
     ) -> Candidates:
         """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored.
 
@@ -116,7 +116,7 @@ class SolRLModule(LightningModule):
         """
         score = partial(score_images, self.decoder(stage.decoder), or_nan=stage.name == EXPLORE)
         sampler = self.transformers.sampler(stage)
-        with closing(sampler.sample(prompts, seeds, stage, initial_state, transitions)) as chunks:
+        with closing(sampler.sample(stage, prompts, seeds, initial_state, transitions)) as chunks:
             scoring = self.rewards.for_training, score, progress, self.scoring_worker
             return score_chunks(chunks, prompts, seeds, *scoring, stage.with_states)
 
@@ -159,7 +159,7 @@ class SolRLModule(LightningModule):
         """
         stage = Stage(sampler=MERGED, steps=steps, solver=self.evaluation.solver)
         encoded, score = self.encode(prompts), partial(score_images, decode or self.model.decode)
-        with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, stage)) as chunks:
+        with self.merged_with(weights) as sampler, closing(sampler.sample(stage, encoded, seeds)) as chunks:
             return score_chunks(chunks, encoded, seeds, self.rewards, score, progress, self.scoring_worker)
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ class SolRLModule(LightningModule):
         """
         stage = Stage(sampler=MERGED, steps=steps, solver=self.evaluation.solver)
         encoded = self.encode(prompts)
-        with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, stage)) as chunks:
+        with self.merged_with(weights) as sampler, closing(sampler.sample(stage, encoded, seeds)) as chunks:
             images = [shown(self.model.decode(chunk.state.x)).cpu() for chunk in chunks if chunk.state is not None]
         return torch.cat(images).unflatten(0, tuple(seeds.shape))
 

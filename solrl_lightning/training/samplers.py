@@ -27,9 +27,9 @@ class Sampler(Protocol):
 
     def sample(
         self,
+        stage: Stage,
         prompts: EncodedPrompts,
         seeds: Tensor,
-        stage: Stage,
         initial_state: SolverState | None = None,
         transitions: range = range(0),
     ) -> Generator[Chunk, None, None]:
@@ -77,14 +77,14 @@ class PolicySampler:
 
     def sample(
         self,
+        stage: Stage,
         prompts: EncodedPrompts,
         seeds: Tensor,
-        stage: Stage,
         initial_state: SolverState | None = None,
         transitions: range = range(0),
     ) -> Generator[Chunk, None, None]:
         """Yield the sampled chunks of seeds [P, N]."""
-        how = prompts, seeds, stage, initial_state, transitions
+        how = stage, prompts, seeds, initial_state, transitions
         with self._old(self._state) as transformer:
             yield from iter_sampled_chunks(self.model, transformer, self.batch_size, *how)
 
@@ -116,14 +116,14 @@ class ReplicaSampler:
 
     def sample(
         self,
+        stage: Stage,
         prompts: EncodedPrompts,
         seeds: Tensor,
-        stage: Stage,
         initial_state: SolverState | None = None,
         transitions: range = range(0),
     ) -> Generator[Chunk, None, None]:
         """Yield the sampled chunks of seeds [P, N]."""
-        how = prompts, seeds, stage, initial_state, transitions
+        how = stage, prompts, seeds, initial_state, transitions
         yield from iter_sampled_chunks(self.model, self.transformer, self.batch_size, *how)
 
     def sync(self, state: State, version: int | None) -> None:

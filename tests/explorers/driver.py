@@ -24,7 +24,6 @@ from forks import Forks, two_ranks
 from nano import save_nano
 from PIL import Image
 from ray.cluster_utils import Cluster
-from torch import Tensor
 
 from solrl_lightning import __version__
 from solrl_lightning.__main__ import main
@@ -156,12 +155,8 @@ def exploring(cfg: Run, module: SolRLModule, explorers: list[Any]) -> Iterator[R
 
 def explored(cfg: Run, module: SolRLModule, iteration: int = 0) -> Explored:
     prompts, seeds = pool_of(module, iteration)
-
-    def run(stage: Any, seeds: Tensor, state: Any) -> Any:
-        return module.run_stage(stage, prompts, seeds, initial_state=state)
-
     *stages, _ = cfg.family.stages(module.model.sigmas)
-    return run_family(stages, seeds, PROMPTS, run)
+    return run_family(stages, prompts, seeds, module.run_stage)
 
 
 def assert_equal(one: Explored, other: Explored) -> None:

@@ -81,13 +81,13 @@ def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], s
         EncodedPrompts(prompts_of(PROMPTS), model.encode(prompts_of(PROMPTS))),
     )
     batch = BatchSize(2, pad_to_size=False)
-    chunks = list(iter_sampled_chunks(model, model.transformer, batch, prompts, SEEDS[:, None], stage))
+    chunks = list(iter_sampled_chunks(model, model.transformer, batch, stage, prompts, SEEDS[:, None]))
     latents = torch.cat([chunk.state.x for chunk in chunks])
     painted = model.unscale_latents(latents, model.pipeline.vae) if architecture == "flux2" else latents
     torch.testing.assert_close(painted, paint("latent"), rtol=0, atol=1e-4)
     torch.testing.assert_close(model.decode(latents), paint("pt"), rtol=0, atol=1e-4)
     model.guidance_scale = 1.0
-    (chunk, _) = iter_sampled_chunks(model, model.transformer, batch, prompts, SEEDS[:, None], stage)
+    (chunk, _) = iter_sampled_chunks(model, model.transformer, batch, stage, prompts, SEEDS[:, None])
     assert (chunk.state.x - latents[:2]).abs().max() > 0.01
 
 

@@ -33,7 +33,7 @@ def scored(model: Flux1, captions: list[str]) -> Candidates:
     prompts = EncodedPrompts(prompts_of(HELD_OUT), model.encode(prompts_of(captions)))
     stage = Stage(sampler="merged", steps=6, solver="euler")
     rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
-    chunks = iter_sampled_chunks(model, model.transformer, BatchSize(16, False), prompts, seeds, stage)
+    chunks = iter_sampled_chunks(model, model.transformer, BatchSize(16, False), stage, prompts, seeds)
     score = partial(score_images, model.decode)
     return score_chunks(chunks, prompts, seeds, rewards, score, lambda done, total: None, inline_worker)
 
@@ -60,7 +60,7 @@ def test_images_follow_their_captions_and_leave_room_to_improve(tiny: Flux1) -> 
 def test_model_knows_shapes_and_sides_and_does_not_always_paint_them(tiny: Flux1) -> None:
     seeds, stage = evaluation_seeds(1, HELD_OUT, 12), Stage(sampler="merged", steps=10, solver="euler")
     encoded = EncodedPrompts(prompts_of(HELD_OUT), tiny.encode(prompts_of(HELD_OUT)))
-    chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(96, False), encoded, seeds, stage)
+    chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(96, False), stage, encoded, seeds)
     images = torch.cat([tiny.decode(chunk.state.x) for chunk in chunks if chunk.state is not None])
     reward = ShapesReward()
     means = reward.parts(images, [caption for caption in HELD_OUT for _ in range(12)]).mean(0).tolist()
@@ -73,7 +73,7 @@ def test_preview_decoder_is_close_to_the_autoencoder_and_ranks_alike(tiny: Flux1
     captions = [caption for caption in HELD_OUT for _ in range(EACH)]
     encoded = EncodedPrompts(prompts_of(HELD_OUT), tiny.encode(prompts_of(HELD_OUT)))
     seeds, stage = evaluation_seeds(0, HELD_OUT, EACH), Stage(sampler="merged", steps=6, solver="euler")
-    chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(48, False), encoded, seeds, stage)
+    chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(48, False), stage, encoded, seeds)
     x = torch.cat([chunk.state.x for chunk in chunks])
     images, previews = tiny.decode(x), tiny.preview(x)
     assert (previews - images).abs().mean() < 0.02

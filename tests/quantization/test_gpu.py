@@ -132,7 +132,7 @@ def test_rollout_chunk_stays_on_gpu(blackwell: None, folder: str) -> None:
     module.requantize(version=0)
     prompts, seeds = module.encode(prompts_of(PROMPTS[:1])), pool_seeds(0, 0, PROMPTS[:1], 2)
     stage = Stage(sampler="merged", steps=2, solver="dpm2")
-    chunks = list(module.transformers.samplers["shadow"].sample(prompts, seeds, stage))
+    chunks = list(module.transformers.samplers["shadow"].sample(stage, prompts, seeds))
     (index, state, *_), images = chunks[0], module.model.decode(chunks[0].state.x)
     assert index.tolist() == [0, 1] and len(chunks) == 1
     assert state.x.shape == (2, 16, 32) and images.shape == (2, 3, 32, 32)

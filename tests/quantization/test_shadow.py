@@ -99,7 +99,7 @@ def test_candidate_is_independent_of_batch_and_position(tiny: Flux1, precision: 
     )
 
     def latents(seeds: Tensor, batch: int) -> Tensor:
-        chunks = iter_sampled_chunks(tiny, converted, BatchSize(batch, False), prompts, seeds, stage)
+        chunks = iter_sampled_chunks(tiny, converted, BatchSize(batch, False), stage, prompts, seeds)
         return torch.cat([chunk.state.x for chunk in chunks]).unflatten(0, tuple(seeds.shape))
 
     seeds = pool_seeds(0, 0, PROMPTS, 4)

@@ -109,7 +109,7 @@ def run(
     batch_size = batch if isinstance(batch, BatchSize) else BatchSize(batch, True)
     prompts = EncodedPrompts(prompts_of(texts), model.encode(prompts_of(texts)))
     stage = Stage(sampler="merged", steps=steps, stop_after=stop_after).but(solver=solver, shared_noise=shared_noise)
-    chunks = iter_sampled_chunks(model, model.transformer, batch_size, prompts, seeds, stage, initial_state)
+    chunks = iter_sampled_chunks(model, model.transformer, batch_size, stage, prompts, seeds, initial_state)
     score = partial(score_images, decode or model.decode, or_nan=only_ranks)
     worker = partial(background_worker, model.device) if overlap else inline_worker
     rewards = WeightedRewards({"made": Made(reward)}, {"made": 1.0})
@@ -178,7 +178,7 @@ def test_prompts_of_equal_text_are_scored_with_their_own_metadata(model: Recorde
     everything = EncodedPrompts(prompts, model.encode(prompts))
     encoded = everything.gather(torch.tensor([everything.prompts.index(prompt) for prompt in prompts]))
     seeds, stage = pool_seeds(0, 0, identities(prompts), 3), Stage(sampler="merged", steps=1, solver="euler")
-    chunks = iter_sampled_chunks(model, model.transformer, BatchSize(4, False), encoded, seeds, stage)
+    chunks = iter_sampled_chunks(model, model.transformer, BatchSize(4, False), stage, encoded, seeds)
     rewards, score = WeightedRewards({"n": Counting()}, {"n": 1.0}), partial(score_images, model.decode)
     actual = score_chunks(chunks, encoded, seeds, rewards, score, lambda done, total: None, inline_worker)
     assert actual.rewards.tolist() == [[1.0] * 3, [2.0] * 3]
@@ -197,7 +197,7 @@ def test_latents_are_usable_by_autograd_and_have_no_graph(model: Recorder) -> No
 def test_chunks_are_yielded_one_at_a_time(model: Recorder) -> None:
     prompts = EncodedPrompts(prompts_of(PROMPTS), model.encode(prompts_of(PROMPTS)))
     stage = Stage(sampler="merged", steps=1, solver="euler")
-    chunks = iter_sampled_chunks(model, model.transformer, BatchSize(6, True), prompts, SEEDS, stage)
+    chunks = iter_sampled_chunks(model, model.transformer, BatchSize(6, True), stage, prompts, SEEDS)
     index, state, *_ = next(chunks)
     assert index.tolist() == list(range(6)) and len(state.x) == 6 and len(model.seeds) == 1
     assert torch.is_grad_enabled()  # also between two chunks

@@ -8,13 +8,17 @@ from nano import prompts_of
 from torch import Tensor
 
 from solrl_lightning.rollout.explore import run_family
-from solrl_lightning.rollout.records import Candidates
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.sampling import SolverState, start
 
 KEEPS = (12, 8, 4)
 TRAJECTORY: dict[str, Any] = {"sampler": "merged", "steps": 10, "solver": "euler"}
+
+
+def encoded(texts: str) -> EncodedPrompts:
+    return EncodedPrompts(prompts_of(texts), {})
 
 
 def scores(seeds: Tensor, stage: int) -> Tensor:
@@ -24,19 +28,20 @@ def scores(seeds: Tensor, stage: int) -> Tensor:
 
 def test_every_rung_selects_from_the_survivors_of_the_one_before() -> None:
     seeds = torch.arange(60).view(3, 20)
-    rungs = [Stage(**TRAJECTORY, name=EXPLORE, stop_after=2 * i + 2, keep=keep) for i, keep in enumerate(KEEPS)]
+    rungs = [Stage(**TRAJECTORY).but(name=EXPLORE, stop_after=2 * i + 2, keep=keep) for i, keep in enumerate(KEEPS)]
     stages = [*rungs, Stage(**TRAJECTORY)]
     ran: list[Tensor] = []
 
-    def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
+    def run(stage: Stage, _: Any, seeds: Tensor, state: SolverState | None, transitions: range) -> Candidates:
         number = stages.index(stage)
         assert (state is None) == (number == 0) and stage.with_states
+        assert transitions == (range(1, 2) if number == len(KEEPS) else range(0))
         assert state is None or torch.equal(state.x[..., 0], seeds)  # the survivors' own trajectories
         ran.append(seeds)
         rewards = scores(seeds, number)
         return Candidates(seeds, start(seeds[..., None]), rewards, rewards[..., None], rewards)
 
-    pool, kept, proxy_merits = run_family(stages, seeds, prompts_of("abc"), run)
+    pool, kept, proxy_merits = run_family(stages, encoded("abc"), seeds, run, range(1, 2))
     expected = [seeds]
     for number, keep in enumerate(KEEPS):
         expected.append(expected[-1].gather(1, select_contrastive(scores(expected[-1], number), keep)))
@@ -56,16 +61,16 @@ def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() 
     alive: list[weakref.ref[Tensor]] = []
     states = []
 
-    def run(stage: Stage, seeds: Tensor, initial_state: SolverState | None) -> Candidates:
+    def run(stage: Stage, _: Any, seeds: Tensor, initial_state: SolverState | None, *__: Any) -> Candidates:
         states.append((initial_state is not None, [latents() is not None for latents in alive]))
         state = start(torch.randn(*seeds.shape, 4))
         state = state._replace(step=1, x0=torch.randn_like(state.x))
         alive[:] = map(weakref.ref, (state.x, state.x0))
         return Candidates(seeds, state, seeds.float(), seeds.float()[..., None], seeds.float())
 
-    rung = Stage(**TRAJECTORY, name=EXPLORE, stop_after=1, keep=4)
+    rung = Stage(**TRAJECTORY).but(name=EXPLORE, stop_after=1, keep=4)
     stages = [rung, rung.but(stop_after=2, keep=2), Stage(**TRAJECTORY)]
-    pool, kept, proxy_merits = run_family(stages, torch.arange(6).expand(2, 6), prompts_of("ab"), run)
+    pool, kept, proxy_merits = run_family(stages, encoded("ab"), torch.arange(6).expand(2, 6), run)
     assert states == [(False, []), (True, [False, False]), (True, [False, False])]
     assert pool.state is None and pool.rewards.shape == (2, 6)
     assert kept.x0.shape == (2, 2, 4) and proxy_merits.shape == (2, 2)
@@ -74,12 +79,12 @@ def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() 
 def test_states_are_kept_where_a_stage_continues_them_and_at_the_end() -> None:
     read = []
 
-    def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
+    def run(stage: Stage, _: Any, seeds: Tensor, state: SolverState | None, transitions: range) -> Candidates:
         read.append((state is not None, stage.with_states))
         state = start(torch.randn(*seeds.shape, 4)) if stage.with_states else None
         return Candidates(seeds, state, seeds.float(), seeds.float()[..., None], seeds.float())
 
-    rung = Stage(**TRAJECTORY, name=EXPLORE, stop_after=1, keep=4).but(sampler="shadow")
+    rung = Stage(**TRAJECTORY).but(name=EXPLORE, stop_after=1, keep=4, sampler="shadow")
     stages = [rung, rung.but(stop_after=2, keep=2), Stage(**TRAJECTORY)]
-    run_family(stages, torch.arange(6).expand(2, 6), prompts_of("ab"), run)
+    run_family(stages, encoded("ab"), torch.arange(6).expand(2, 6), run)
     assert read == [(False, True), (True, False), (False, True)]

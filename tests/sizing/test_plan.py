@@ -211,7 +211,7 @@ def test_a_card_has_units_of_10_to_the_9_bytes_less_the_reserve() -> None:
 
 def test_latents_of_a_pool_by_hand() -> None:
     full = Stage(sampler="merged", steps=10, solver="dpm2")
-    explore = Stage(name="explore", sampler="shadow", steps=6, solver="dpm2", keep=24)
+    explore = Stage(sampler="shadow", steps=6, solver="dpm2").but(name="explore", keep=24)
     one = 4 * 2 * 16  # float32, of two prompts
     # One tensor a candidate at the end of a trajectory; while chunks are joined, the chunks and new x and x0.
     assert latent_bytes([full.but(keep=24)], 96, 24, 0, one) == (96 * one, 96 * 3 * one, 24 * one)

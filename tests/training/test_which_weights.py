@@ -161,7 +161,7 @@ def test_policy_samples_with_old_adapter_which_holds_weights_of_an_evaluation_un
 
     def sampled() -> Tensor:
         assert layer.active_adapters == ["default"]
-        for chunk in sampler.sample(prompts, seeds, stage):
+        for chunk in sampler.sample(stage, prompts, seeds):
             assert layer.active_adapters == ["old"]
             x = chunk.state.x
         return x
