@@ -36,7 +36,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
     stages = cfg.family.stages(model.sigmas, objective.solver, objective.shared_noise)  # explore ..., regenerate
     sigmas = model.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
-    rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
+    rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt, at some levels each
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
     schedule = PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed)
 

@@ -113,7 +113,7 @@ family.explore.stop_after=6      | family.explore.stop_after=6 is invalid: it mu
 family=prefix family.explore.stop_below=0.7 | stop_below=0.7 is invalid: family.explore.stop_after=4 stops the same
 family.explore.stop_below=1       | it must be a noise level above 0 and below 1
 family.explore.stop_below=0       | it must be a noise level above 0 and below 1
-++family.regenerate.stop_below=0.7 | nothing reads that key. The keys here are sampler, steps, solver.
+++family.regenerate.stop_below=0.7 | nothing reads that key. The keys here are sampler, steps,
 ++family.explore.keep=4 | nothing reads that key
 family.explore.decoder=preview   | it needs a tiny autoencoder of this model's latents
 task=audit task.proxies=[]       | task.proxies is empty
