@@ -23,11 +23,19 @@ class NonFiniteError(RuntimeError):
 
 
 class WriteError(RuntimeError):
-    """Failed write; the message names the file, whose old content is intact."""
+    """Failed write; the message names the file, whose old content is intact.
+
+    Attributes:
+        path: of the file, as in the message.
+    """
+
+    path: str
 
     @classmethod
     def of(cls, path: object, error: Exception) -> "WriteError":
-        return cls(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.")
+        failure = cls(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.")
+        failure.path = str(path)
+        return failure
 
 
 class ServerError(RuntimeError):

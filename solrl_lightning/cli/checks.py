@@ -19,7 +19,7 @@ from solrl_lightning.facts import check_shares, prompt_sets, requested_prompts, 
 from solrl_lightning.names import LORA_FILES
 from solrl_lightning.options.reward import GENEVAL, HTTP, REWARD_FILES, VLM
 from solrl_lightning.options.run import Run
-from solrl_lightning.options.task import Compare, Export, Generate, Serve
+from solrl_lightning.options.task import Compare, Export, Generate, Prove, Serve
 from solrl_lightning.options.trainer import Trainer, named_devices
 from solrl_lightning.rewards.addresses import check_served, read_token
 from solrl_lightning.rewards.geneval_metadata import check_metadata
@@ -53,12 +53,23 @@ def check_callbacks(cfg: DictConfig) -> None:
 
 
 def check_overrides(options: Run, overrides: Sequence[str]) -> None:
-    """UserError for an option of the LoRA on the command line where all weights are trained."""
+    """UserError for an option on the command line that has no effect: of a LoRA, or of a proof, which has its own."""
     of_lora = [override for override in overrides if override.lstrip("+").startswith("model.lora.")]
     if options.model.train == "full" and of_lora:
         raise UserError(
             f"{of_lora[0]} is invalid: model.train=full has no LoRA. Leave it out, or set model.train=lora."
         )
+    if isinstance(options.task, Prove):
+        passed_on = {"task", "trainer", "trainer.accelerator"}
+        if len(named_devices(options.trainer)) == 1:
+            passed_on.add("trainer.devices")
+        for override in reversed(overrides):  # those that ckpt adds are the first
+            key = override.lstrip("+~").partition("=")[0]
+            if key not in passed_on and not key.startswith("task."):
+                raise UserError(
+                    f"{override} is invalid: task=prove runs fixed settings, on the CPU or on one device such as "
+                    "trainer.devices=[1]. Leave it out."
+                )
 
 
 def check_paths(options: Run) -> None:

@@ -63,6 +63,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
+def _is_in(file: Path | str, folder: Path | None) -> bool:
+    return folder is not None and Path(file).absolute().is_relative_to(folder.absolute())
+
+
 def report_error(
     error: Exception, folder: Path | None = None, *, in_job: bool = True, resumable: bool = False
 ) -> Exception:
@@ -78,8 +82,7 @@ def report_error(
     io = next((e for e in causes if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None)
     if failure is None and io is not None:
         file = io.filename or folder or "The run's folder, or what the output goes to,"
-        ours = folder is not None and Path(file).absolute().is_relative_to(folder.absolute())
-        if ours or io.errno in _DISK_ERRORS:  # of TensorBoard, Hydra or logging
+        if _is_in(file, folder) or io.errno in _DISK_ERRORS:  # of TensorBoard, Hydra or logging
             failure = WriteError.of(file, io)
         else:
             failure = UserError(f"{file}: {io.strerror}. Give a path that this user can read and write.")
@@ -100,9 +103,10 @@ def report_error(
     fix = ""
     if type(failure) in _CURES:
         again = "give the same command again"
+        elsewhere = isinstance(failure, WriteError) and not _is_in(failure.path, folder)
         if folder is not None and (folder / LAST).is_file():
             again = f"continue the run with ckpt=last {path_option('hydra.run.dir', folder)}"
-        elif folder is not None:
+        elif folder is not None and (resumable or not elsewhere):
             here = path_option("hydra.run.dir", folder)
             again = f"{again} with ckpt=auto {here}" if resumable else f"remove {folder} and {again}"
         fix = f" {_CURES[type(failure)]}, then {again}."

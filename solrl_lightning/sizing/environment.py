@@ -1,8 +1,10 @@
 """Rows of task=doctor about the machine and the files of a run. They need no model."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError, HTTPError
@@ -13,17 +15,32 @@ from solrl_lightning.machine.environment import cpu_name, versions
 
 _TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_torch")
 _TIMEOUT = 5.0  # seconds for an answer of the hub
+# Lines of lscpu, and flags of instructions that a product of matrices is made of.
+_CPU_LINES = re.compile(r"Architecture|Model name|CPU\(s\)|Socket|Core|Thread|L\d\w? cache|Flags")
+_CPU_FLAGS = re.compile(r"(?:avx|fma|amx|asimd|sve|bf16|i8mm)\w*")
 
 
 def check_machine() -> Iterator[Row]:
     """Yield the rows about software and hardware; ``machine`` has PyTorch's listing in ``measured``."""
     system: SystemEnv = get_env_info()
     gpus = (system.nvidia_gpu_models or "").splitlines()
-    yield Row("machine", OK, "; ".join([system.os, cpu_name(), *gpus]), "", system._asdict())
+    yield Row("machine", OK, "; ".join([system.os, cpu_name(), *gpus]), "", without_kernel(system))
     packages = versions()
     yield Row("packages", OK, _listed(packages), "", packages)
     yield judge_transformer_engine(installed(_TRANSFORMER_ENGINE))
     yield judge_cuda(system)
+
+
+def without_kernel(system: SystemEnv) -> dict[str, Any]:
+    """Return PyTorch's listing without the kernel's name, and of lscpu what tells how fast the CPU computes."""
+    facts, lines = system._asdict(), []
+    del facts["python_platform"]
+    for line in (system.cpu_info or "").splitlines():
+        name, colon, value = line.partition(":")
+        if _CPU_LINES.match(name):
+            values = filter(_CPU_FLAGS.fullmatch, value.split()) if name == "Flags" else [value.strip()]
+            lines.append(f"{name}{colon} {' '.join(values)}")
+    return facts | {"cpu_info": "\n".join(lines)}
 
 
 def _listed(packages: Mapping[str, str | None]) -> str:

@@ -1,16 +1,20 @@
 """task=prove: what this machine computes, step by step, as a page.
 
 A step runs commands of this application in processes of their own, with a time limit. Its rows are as those of
-task=doctor: what is slow or wrong has the next command to run. Both files are written after every row.
+task=doctor: what is slow or wrong has the next command to run. Both files are written before a row is printed.
 """
 
 import json
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import finite_only, write_atomically
@@ -51,6 +55,7 @@ def prove(cfg: Run) -> dict[str, Any]:
     Raises:
         UserError: another proof runs in the folder, or the one in it is damaged or of another machine.
         CheckFailed: a row is wrong.
+        SIGTERMException: this process is told to end; it ends the command under way, too.
     """
     task, device = cfg.task_as(Prove), device_of(cfg.trainer)
     folder, end = Path(task.folder).absolute(), time.monotonic() + 60 * task.minutes
@@ -62,29 +67,51 @@ def prove(cfg: Run) -> dict[str, Any]:
             f"{', '.join(steps)}."
         )
     options = ["trainer=cpu"] if device.type == "cpu" else ["trainer=gpu", f"trainer.devices=[{device.index or 0}]"]
-    again = f"{command_line(['task=prove', *options])} {path_option('task.folder', task.folder)}"
+    command = command_line(["task=prove", *options])
+    again = f"{command} {path_option('task.folder', task.folder)}"
+    # The page shows no absolute folder.
+    shown = f"{command} {path_option('task.folder', folder.name if Path(task.folder).is_absolute() else task.folder)}"
     here = {"machine": machine(device, 1), "versions": versions(), "first_run": first_run(hardware_of(device)).options}
-    with claimed(folder, new=False, other=_OTHER):
+    with (
+        claimed(folder, new=False, other=_OTHER),
+        _line_at_interrupt(f"{folder / 'proof.html'} stays; continue with: {again}"),
+    ):
         done = read_outcomes(folder, here)
-        result = write_result(folder, here, {name: done.get(name) for name in steps}, again)
+        result = write_result(folder, here, {name: done.get(name) for name in steps}, shown)
         for name in task.steps or result["steps_left"]:
             left = end - time.monotonic()
             if left < min(_LEAST, steps[name].seconds):
-                print(f"\n{name} has not begun: there is no time left")
+                print(f"{name} has not begun: there is no time left\n")
                 break
             for outcome in run_step(steps[name], folder / name.replace(" ", "_"), options, left):
                 if replaces(outcome, done.get(name)):
                     done[name] = outcome
-                    result = write_result(folder, here, {name: done.get(name) for name in steps}, again)
-            if done[name] is not outcome:
-                print(f"the earlier result of {name} stays")
-    print(f"\n{summary_of(result)}\n  {folder / 'proof.html'}")
+                    result = write_result(folder, here, {name: done.get(name) for name in steps}, shown)
+            print("" if done[name] is outcome else f"the earlier result of {name} stays\n")
+    print(f"{summary_of(result)}\n  {folder / 'proof.html'}\n  {folder / 'proof.json'}\n{use_of(result)}")
     if result["steps_left"]:
         print(f"continue with: {again}")
     wrong = [name for name, step in result["steps"].items() if any(row["status"] == WRONG for row in step["rows"])]
     if wrong:
         raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")
     return result
+
+
+@contextmanager
+def _line_at_interrupt(line: str) -> Iterator[None]:
+    """Where Ctrl-C and SIGTERM print a line before they end this process."""
+
+    def terminate(*_: object) -> NoReturn:
+        raise SIGTERMException
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except (KeyboardInterrupt, SIGTERMException):
+        print(line, file=sys.stderr)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def write_result(
@@ -129,8 +156,8 @@ def read_outcomes(folder: Path, here: Mapping[str, Any]) -> dict[str, Outcome]:
         outcomes = {name: Outcome(**step | {"rows": rows[name]}) for name, step in before["steps"].items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{option} is invalid: its proof.json is damaged ({type(error).__name__}: {error}). Begin another proof "
-            f"with {_OTHER}, or this one with rm {shell_quoted(str(file))}."
+            f"{option} is invalid: its proof.json is none of task=prove, or damaged ({type(error).__name__}: {error}). "
+            f"Choose another folder with {_OTHER}; rm {shell_quoted(str(file))} begins a damaged proof again."
         ) from error
     if changed:
         raise UserError(
@@ -151,36 +178,57 @@ def replaces(new: Outcome, old: Outcome | None) -> bool:
 
 
 def run_step(step: Step, folder: Path, options: list[str], seconds: float) -> Iterator[Outcome]:
-    """Run a step in a new ``folder`` for at most ``seconds``, and yield its outcome after each row and at the end."""
-    print(f"\n{step.name}, at most {duration(min(step.seconds, seconds))}", flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    begin, rows = time.monotonic(), list[Row]()
-    runner = Runner(folder, options, min(step.seconds, seconds))
+    """Run a step for at most ``seconds``, and yield its outcome after each row, which is then printed, and at the end.
 
-    def outcome(end: str, *new: Row) -> Outcome:
-        rows.extend(new)
-        for row in new:
-            print(format_row(row), flush=True)
+    It runs in ``<folder>.new``, which replaces ``folder`` when the step has ended.
+    """
+    attempt = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(attempt, ignore_errors=True)
+    attempt.mkdir(parents=True)
+    begin, rows = time.monotonic(), list[Row]()
+    runner = Runner(attempt, options, min(step.seconds, seconds))
+    print(f"{step.name}, at most {duration(min(step.seconds, seconds))}; output: {runner.log}", flush=True)
+
+    def outcome(end: str) -> Outcome:
         return Outcome(end, time.monotonic() - begin, step.seconds, list(runner.commands), list(rows))
+
+    def with_row(end: str, row: Row) -> Iterator[Outcome]:
+        rows.append(row)
+        yield outcome(end)
+        print(format_row(row), flush=True)
 
     try:
         for row in step.run(runner):
-            yield outcome(CUT, row)
-        yield outcome(ENDED)
+            yield from with_row(CUT, row)
     except CutOff:
-        way_out = runner.commands[-1] if step.seconds <= seconds else "continue this proof"
         text = f"cut off after {duration(time.monotonic() - begin)}"
-        yield outcome(CUT, Row(step.name, SKIPPED, text, way_out))
+        way_out = "repeat it with more time (task.minutes)"
+        if step.seconds <= seconds:
+            text += ", its whole limit: this machine was busy, or is too slow"
+            way_out = "repeat it when nothing else runs"
+        yield from with_row(CUT, Row(step.name, SKIPPED, text, way_out))
     except Failed as error:
         text = f"{runner.commands[-1]} has failed: {error}"
-        yield outcome(FAILED, Row(step.name, WRONG, text, f"a report of this with {runner.log}"))
+        yield from with_row(FAILED, Row(step.name, WRONG, text, f"a report of this with {runner.log}"))
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        attempt.rename(folder)
+        yield outcome(ENDED)
 
 
 def summary_of(result: Mapping[str, Any]) -> str:
     counted_rows = ", ".join(f"{number} {status}" for status, number in result["counts"].items())
+    cut = [name for name, step in result["steps"].items() if step["end"] == CUT]
+    cut_off = f"; cut off: {', '.join(cut)}" if cut else ""
     left = f"; left: {', '.join(result['steps_left'])}" if result["steps_left"] else ""
-    return f"{counted_rows}{left}"
+    return f"{counted_rows}{cut_off}{left}"
+
+
+def use_of(result: Mapping[str, Any]) -> str:
+    """Return what to do with proof.json, as a sentence."""
+    if result["machine"]["device"].startswith("CPU"):
+        return "There is no need to send proof.json: only those of GPUs are collected."
+    return 'Please attach proof.json to an issue of the form "A proof of a GPU", also where all is well.'
 
 
 def proof_page(result: Mapping[str, Any], again: str) -> Page:
@@ -219,7 +267,7 @@ def proof_page(result: Mapping[str, Any], again: str) -> Page:
     ]
     return Page(
         f"Proof: {result['machine']['device']}",
-        f"{summary_of(result)}.",
+        f"{summary_of(result)}. {use_of(result)}",
         tiles,
         [*first, *steps],
         footer=f"solrl_lightning {__version__}, torch {result['versions']['torch']}; {duration(spent)}",

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torch.utils.collect_env import SystemEnv
 
 from solrl_lightning.artifacts.tables import OK, WRONG
-from solrl_lightning.sizing.environment import judge_cuda, judge_transformer_engine, locate
+from solrl_lightning.sizing.environment import judge_cuda, judge_transformer_engine, locate, without_kernel
 
 
 def test_gpu_that_torch_does_not_find_is_wrong() -> None:
@@ -24,6 +24,14 @@ def test_gpu_that_torch_does_not_find_is_wrong() -> None:
     assert [row.status for row in rows] == [OK, OK, WRONG, WRONG]
     assert "driver 580.1 sees GPU 0: NVIDIA H200; but torch finds none" in rows[2].result
     assert "a driver" in rows[2].way_out and "built for CUDA" in rows[3].way_out
+
+
+def test_listing_has_what_tells_how_fast_the_cpu_computes() -> None:
+    listing = "CPU(s):    2\nModel name:  A\nL1d cache: 96 KiB\nFlags: fpu avx512_bf16 amx_tile\nVulnerability: none"
+    nothing = SystemEnv(**dict.fromkeys(SystemEnv._fields))
+    facts = without_kernel(nothing._replace(python_platform="Linux-6.18", cpu_info=listing))
+    assert facts["cpu_info"] == "CPU(s): 2\nModel name: A\nL1d cache: 96 KiB\nFlags: avx512_bf16 amx_tile"
+    assert "python_platform" not in facts and without_kernel(nothing)["cpu_info"] == ""
 
 
 def test_one_of_transformer_engines_two_packages_is_wrong() -> None:

@@ -18,6 +18,7 @@ from forks import Forks
 
 from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row
+from solrl_lightning.errors import WriteError
 from solrl_lightning.options.run import Run
 from solrl_lightning.quantization.backends import Hardware
 from solrl_lightning.sizing import proof
@@ -152,13 +153,19 @@ def test_steps_have_limits_and_errors_are_rows(tmp_path: Path, capsys: pytest.Ca
 
         return run
 
-    first, late = run_step(Step("late", 0.1, command("task=plan")), tmp_path / "a", [], 100)
+    outcomes = run_step(Step("late", 0.1, command("task=plan")), tmp_path / "a", [], 100)
+    first = next(outcomes)
+    begin, row = f"late, at most 0 s; output: {tmp_path / 'a.new' / 'log.txt'}\n", f"{'before':<20}ok       fine\n"
+    assert capsys.readouterr().out == begin  # the row follows when its outcome is saved
+    (late,) = outcomes
+    assert capsys.readouterr().out.startswith(row)
     assert first.rows == [Row("before", OK, "fine")] and first.end == late.end == CUT
     assert [row.status for row in late.rows] == [OK, SKIPPED] and late.seconds >= late.limit
-    assert late.rows[1].way_out == late.commands[0] == "python -m solrl_lightning task=plan"
+    assert "its whole limit" in late.rows[1].result and late.rows[1].way_out == "repeat it when nothing else runs"
+    assert late.commands == ["python -m solrl_lightning task=plan"]
     assert replaces(late, first) and not replaces(first, late) and not replaces(late, first._replace(end=ENDED))
     _, cut = run_step(Step("cut", 1000, command("task=plan")), tmp_path / "a", [], 0.1)
-    assert cut.end == CUT and cut.seconds < cut.limit and "continue" in cut.rows[1].way_out
+    assert cut.end == CUT and cut.seconds < cut.limit and "task.minutes" in cut.rows[1].way_out
     _, failed = run_step(Step("failed", 100, command("no.such=1")), tmp_path / "a", [], 100)
     assert failed.end == FAILED and failed.rows[1].status == WRONG
     assert "has failed: error: " in failed.rows[1].result and "no.such" in failed.rows[1].result
@@ -187,7 +194,7 @@ def test_command_ends_with_a_killed_proof(forks: Forks, tmp_path: Path) -> None:
 class Steps:
     """Stands for the steps of this machine; ``ends`` says how each ends. Step a has no time."""
 
-    def __init__(self, **ends: Exception | None) -> None:
+    def __init__(self, **ends: Exception | signal.Signals | None) -> None:
         self.ends, self.run = ends, list[str]()
 
     def __call__(self, hardware: Hardware) -> list[Step]:
@@ -197,8 +204,10 @@ class Steps:
         self.run.append(name)
         runner.commands.append("task=plan")
         yield Row("place", OK, f"{runner.folder} in {Path.home()} by run {len(self.run)}", expected="any")
-        if (error := self.ends[name]) is not None:
-            raise error
+        if isinstance(end := self.ends[name], signal.Signals):
+            signal.raise_signal(end)
+        elif end is not None:
+            raise end
 
 
 def test_command_continues_where_the_last_one_ended(
@@ -219,11 +228,17 @@ def test_command_continues_where_the_last_one_ended(
     again = finished.out.partition("continue with: ")[2].splitlines()[0]
     assert shlex.split(again)[3:] == ["task=prove", "trainer=cpu", "task.folder='its own'"]
     assert html.unescape(page.read_text()).count(again) == 1
+    sent = "There is no need to send proof.json: only those of GPUs are collected."
+    assert finished.out.startswith("a, at most") and finished.out.count(f"{file}\n{sent}\n") == 1
+    assert sent in page.read_text() and "skipped; cut off: a; left: b, a" in finished.out
     assert result["counts"] == {"ok": 3, "slow": 0, "wrong": 1, "skipped": 1}
     assert result["steps_left"] == ["b", "a"]  # that which was too slow comes last
     assert [step["end"] for step in result["steps"].values()] == ["cut off", "failed", "whole"]
-    assert result["steps"]["a"]["rows"][0]["result"] == "its own/a in ~ by run 1"
+    assert result["steps"]["a"]["rows"][0]["result"] == "its own/a.new in ~ by run 1"
     assert result["steps"]["a"]["rows"][0]["expected"] == "any"
+    absolute = f"task.folder='{file.parent}'"
+    proved(absolute, "task.steps=[b]", status=1)
+    assert html.unescape(page.read_text()).count(again) == 1  # its last name
     assert not {str(tmp_path), "/somebody/home"} & {*re.findall(r"/[\w/-]+", file.read_text() + page.read_text())}
 
     file.write_text(json.dumps(result | {"machine": result["machine"] | {"threads": 99}}))  # as on a less busy machine
@@ -231,10 +246,19 @@ def test_command_continues_where_the_last_one_ended(
     _, result = proved()
     assert steps.run == ["b", "a"] and result["steps_left"] == ["a"]
     steps.ends["c"] = CutOff()  # too little time for what has ended
+    (file.parent / "c" / "kept").touch()
     finished, unchanged = proved("task.steps=[c]")
     assert "the earlier result of c stays" in finished.out and unchanged == result
+    assert (file.parent / "c" / "kept").exists()
     finished, unchanged = proved("task.steps=[c]", "task.minutes=1e-9")
     assert "there is no time left" in finished.out and unchanged == result
+    for end, status, said in (
+        (signal.SIGINT, 130, f"{page} stays; continue with: {again}\ninterrupted\n"),
+        (signal.SIGTERM, 143, f"{page} stays; continue with: {again}\nterminated\n"),
+        (WriteError.of(file, OSError(28, "No space left")), 1, "folder writable, then give the same command again.\n"),
+    ):
+        steps.ends["c"] = end
+        assert proved("task.steps=[c]", status=status)[0].err.endswith(said)
     steps.ends["c"] = Failed("no file")
     assert proved("task.steps=[c]", status=1)[1]["steps_left"] == ["c", "a"]
 
@@ -243,15 +267,18 @@ def test_command_continues_where_the_last_one_ended(
     assert finished.status == 2 and "with task.folder=<folder>" in finished.err and "hydra" not in finished.err
     text = file.read_text()
     for content, message in (
-        (text[:99], "its proof.json is damaged (JSONDecodeError: "),
-        ("[]", "its proof.json is damaged (TypeError: "),
-        (text.replace('"end"', '"ended"'), "is damaged (TypeError: "),
+        (text[:99], "or damaged (JSONDecodeError: "),
+        ("[]", "or damaged (TypeError: list indices must be integers or slices, not str). Choose another folder with "),
+        (text.replace('"end"', '"ended"'), "or damaged (TypeError: "),
         (text.replace('"torch"', '"touch"'), "and differs in versions. Begin another one with task.folder="),
     ):
         file.write_text(content)
         finished = command(*here)
         assert finished.status == 2 and message in finished.err and len(finished.err.splitlines()) == 1, finished.err
         assert file.read_text() == content
+    for override in ("precision=fp8", "seed=7", "trainer.devices=2", "++model.lora.rank=4"):
+        wrong = command(*here, override)
+        assert wrong.status == 2 and wrong.err.startswith(f"error: {override} is invalid: task=prove runs fixed"), wrong
     wrong = command(*here, "task.steps=[flux1]")
     assert wrong.status == 2 and "there is no step flux1 on this machine" in wrong.err
 
