@@ -33,7 +33,7 @@ from solrl_lightning.data.prompts import PromptSchedule, PromptSets
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine import attention
 from solrl_lightning.machine.threads import divide_threads
-from solrl_lightning.names import AUTO, SHADOW, TRAINED
+from solrl_lightning.names import SHADOW, TRAINED
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.options.model import Model, Quantization
 from solrl_lightning.options.reward import Reward
@@ -54,8 +54,6 @@ from solrl_lightning.training.transformers import AdaptedTransformer, TrainedTra
 
 log = logging.getLogger(__name__)
 
-_EVALUATE_EVERY = 20  # iterations, at least, with evaluation.every=auto
-
 NO_REWARDS = WeightedRewards({}, {})
 
 
@@ -72,8 +70,6 @@ def instantiate_trainer(node: TrainerNode, **options: Any) -> Trainer:
     Raises ``UserError`` for devices that this machine does not have, for another arithmetic or strategy, and where a
     launcher has started other processes than the trainer's ranks.
     """
-    if node.get("check_val_every_n_epoch") == AUTO:
-        options["check_val_every_n_epoch"] = _EVALUATE_EVERY
     if node.get("benchmark") is None:  # cuDNN would choose by time
         options["benchmark"] = not node.get("deterministic")
     try:
@@ -337,6 +333,6 @@ def build_loop(
         micro_batch=cfg.model.micro_batch,
         optimizer_steps=cfg.optimizer_steps,
         seed=cfg.seed,
+        evaluate_every=cfg.evaluation.every,
         max_seconds=cfg.max_seconds,
-        few_evaluations=cfg.trainer.get("check_val_every_n_epoch") == AUTO,
     )

@@ -56,6 +56,8 @@ class Trainer(TypedDict, total=False):
     """How the ranks work together."""
     accumulate_grad_batches: Annotated[int, must_be("1", _is(1), f"{_ONE_STEP}, or set model.micro_batch=<rows>.")]
     """Follows from ``model.micro_batch``."""
+    check_val_every_n_epoch: Annotated[int | None, must_be("1", _is(None, 1), "Set evaluation.every=<iterations>.")]
+    """Follows from ``evaluation.every``."""
     limit_train_batches: Annotated[float | None, must_be("1.0", _is(None, 1.0), f"{_ONE_STEP}.")]
     """All of them."""
 

@@ -32,6 +32,7 @@ from solrl_lightning.data.loaders import RolloutLoader
 from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.data.prompts import PromptSchedule, digest
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import AUTO
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.rollout.explore import run_family
@@ -44,6 +45,7 @@ from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES, Stopwatch
 from solrl_lightning.training.termination import Termination
 
+_EVALUATE_EVERY = 20  # iterations, at least, with evaluation.every=auto
 _SHARE_OF_EVALUATIONS = 1 / 20  # of the passes of the iterations between them
 
 ENCODED_TOGETHER = 4
@@ -62,8 +64,8 @@ class ExploreTrainLoop(_FitLoop):
         micro_batch: maximum number of rows (sample, noise level) in one forward and backward pass.
         optimizer_steps: optimiser steps per iteration, each on an equal share of its rows.
         seed: seed of the candidates.
+        evaluate_every: iterations between evaluations; auto: 20, or so many that they take a twentieth of the passes.
         max_seconds: of training, as in ``cost``; the run ends at the end of the iteration that reaches them.
-        few_evaluations: evaluate as the trainer does, or so rarely that it takes at most a twentieth of the passes.
 
     Raises:
         UserError: there are fewer prompts per iteration than ranks.
@@ -79,8 +81,8 @@ class ExploreTrainLoop(_FitLoop):
         micro_batch: int,
         optimizer_steps: int,
         seed: int,
+        evaluate_every: int | str,
         max_seconds: float | None = None,
-        few_evaluations: bool = False,
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
         self.epoch_loop = trainer.fit_loop.epoch_loop  # has the Trainer's max_steps
@@ -110,7 +112,9 @@ class ExploreTrainLoop(_FitLoop):
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
         self._rollouts: Rollouts | None = None
-        self._evaluate_every, self.few_evaluations = trainer.check_val_every_n_epoch, few_evaluations
+        self.few_evaluations = evaluate_every == AUTO
+        self._at_least = _EVALUATE_EVERY if self.few_evaluations else int(evaluate_every)
+        trainer.check_val_every_n_epoch = self._at_least  # EarlyStopping reads it before the first iteration
         self.ends_again = False
         """Whether the run had trained to its end when it was stopped: it resumes to write its last files only."""
         trainer.accumulate_grad_batches = self.plan.micro_batches
@@ -273,11 +277,10 @@ class ExploreTrainLoop(_FitLoop):
         return passes / self.cost_of_iteration()["evaluations"]
 
     @property
-    def evaluate_every(self) -> int | None:
+    def evaluate_every(self) -> int:
         """Iterations between evaluations."""
-        if not self.few_evaluations:
-            return self._evaluate_every
-        return max(cast(int, self._evaluate_every), math.ceil(self.cost_of_evaluation / _SHARE_OF_EVALUATIONS))
+        few = math.ceil(self.cost_of_evaluation / _SHARE_OF_EVALUATIONS) if self.few_evaluations else 1
+        return max(self._at_least, few)
 
     @property
     def large_share_of_evaluations(self) -> float | None:
@@ -288,7 +291,7 @@ class ExploreTrainLoop(_FitLoop):
         if not self.few_evaluations:
             return None
         iterations = cast(int, self.max_epochs)
-        number = 1 + math.ceil(iterations / cast(int, self.evaluate_every))  # at the start, too
+        number = 1 + math.ceil(iterations / self.evaluate_every)  # at the start, too
         share = number * self.cost_of_evaluation / (iterations + number * self.cost_of_evaluation)
         return share if share > 2 * _SHARE_OF_EVALUATIONS else None
 

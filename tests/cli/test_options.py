@@ -53,6 +53,7 @@ trainer.num_nodes=x              | it must be a whole number of at least 1
 trainer.precision=16-mixed       | it must be 32-true, as every dtype is set in the code
 trainer.strategy=deepspeed       | Use trainer.strategy=ddp
 +trainer.accumulate_grad_batches=2 | or set model.micro_batch=<rows>
++trainer.check_val_every_n_epoch=5 | Set evaluation.every=<iterations>
 +trainer.limit_train_batches=1   | trainer.limit_train_batches=1 is invalid: it must be 1.0
 trainer.max_epochs=5             | Leave it out, or set iterations=<number>
 ~trainer.max_epochs              | trainer.max_epochs=null is invalid

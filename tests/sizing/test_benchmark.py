@@ -29,7 +29,7 @@ Compose, Patch = Callable[..., Run], pytest.MonkeyPatch
 
 SMALL = (
     "task=benchmark experiment=smoke trainer=cpu task.repeats=1 task.compile=false model.full_steps=2 "
-    "model.preview_steps=1 model.prefix_steps=1"
+    "model.preview_steps=1 model.prefix_steps=1 evaluation.every=auto"
 ).split()
 OFFLINE = ("model.weights=random", "data=shapes", "reward=shapes", "model.resolution=32")  # with any model
 CPU = torch.device("cpu")

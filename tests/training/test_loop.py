@@ -18,7 +18,7 @@ from nano import MAX_WORDS, save_nano, save_preview_decoder
 from sigmas import uniform_sigmas
 from torch import Tensor
 
-from solrl_lightning.build import build_loop, build_module, build_objective, instantiate_trainer
+from solrl_lightning.build import build_loop, build_module, build_objective
 from solrl_lightning.callbacks import ema
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
@@ -48,7 +48,7 @@ from solrl_lightning.training.module import SolRLModule
 
 SMALL = (
     "family.pool=5 family.keep=3 family.compile=false model.full_steps=3 model.preview_steps=2 model.eval_steps=1 "
-    "model.micro_batch=4 prompts_per_iteration=2 data.eval_prompts=2 data.eval_images=1"
+    "model.micro_batch=4 prompts_per_iteration=2 data.eval_prompts=2 data.eval_images=1 evaluation.every=1"
 ).split()
 MICRO_BATCHES = 2  # 2 prompts x 3 kept x 1 timestep = 6 rows in micro-batches of at most 4
 IGNORED = "ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning"
@@ -421,15 +421,13 @@ def test_a_branch_with_other_optimizer_steps_continues_the_schedule_at_its_itera
 
 
 def test_few_evaluations_take_at_most_a_twentieth_of_the_passes(tmp_path: Path) -> None:
-    cfg = composed("evaluation.every=auto", "trainer=cpu")
-    assert instantiate_trainer(cfg.trainer, logger=False).check_val_every_n_epoch == 20
-    run = train(tmp_path, "evaluation.every=auto", "model.eval_steps=4", "data.eval_images=4", max_epochs=3)
-    assert [row["iteration"] for row in run.module.evaluation.history] == [3]  # by the trainer after each iteration
+    run = train(tmp_path, "evaluation.every=auto", "model.eval_steps=4", "data.eval_images=8", max_epochs=3)
+    assert [row["iteration"] for row in run.module.evaluation.history] == [3]
     passes, cost = run.module.evaluation.passes, run.loop.cost_of_iteration()["evaluations"]
     every = run.loop.evaluate_every
-    assert every is not None and every * cost >= 20 * passes > (every - 1) * cost and every > 3
-    run.module.evaluation.images, run.loop._evaluate_every = 1, 1000
-    assert run.loop.evaluate_every == 1000
+    assert every * cost >= 20 * passes > (every - 1) * cost and every > 20
+    run.module.evaluation.images = 1
+    assert run.loop.evaluate_every == 20
 
 
 @pytest.mark.parametrize(("seconds", "cost"), [(None, ""), (396.4, ", 6.6 min by estimate")])
@@ -461,7 +459,7 @@ def test_an_evaluation_is_planned_by_the_estimates_of_its_model_and_gpu(tmp_path
 
 
 def test_every_second_iteration_and_the_last_one_are_evaluated(tmp_path: Path) -> None:
-    run = train(tmp_path, max_epochs=3, check_val_every_n_epoch=2)
+    run = train(tmp_path, "evaluation.every=2", max_epochs=3)
     assert [row["iteration"] for row in run.module.evaluation.history] == [2, 3]
 
 
@@ -633,7 +631,7 @@ def encoded_prompts(run: Run) -> list[list[Prompt]]:
 
 
 def test_prompts_of_four_iterations_are_encoded_at_once_and_resumed_ones_alike(tmp_path: Path) -> None:
-    run = make(tmp_path, "family=diffusionnft", max_epochs=5, check_val_every_n_epoch=5)
+    run = make(tmp_path, "family=diffusionnft", "evaluation.every=5", max_epochs=5)
     encode, windows, loop = run.module.model.encode, encoded_prompts(run), run.loop
     fit(run)
     expected = [[t for i in range(first, first + 4) for t in loop.schedule.for_iteration(i)] for first in (0, 4)]
@@ -868,7 +866,7 @@ def test_run_ends_with_an_evaluation_at_the_end_of_the_iteration_that_reaches_ma
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer_steps: int
 ) -> None:
     monkeypatch.setattr(ExploreTrainLoop, "cost", lambda self: {"seconds": 7 * self.iterations_taken()})
-    options = ("max_seconds=10", f"optimizer_steps={optimizer_steps}")
-    run = train(tmp_path, *options, max_epochs=9, check_val_every_n_epoch=100)
+    options = ("max_seconds=10", f"optimizer_steps={optimizer_steps}", "evaluation.every=100")
+    run = train(tmp_path, *options, max_epochs=9)
     assert run.loop.iterations_done == 2 and run.loop.is_time_up
     assert [row["iteration"] for row in run.module.evaluation.history] == [2]

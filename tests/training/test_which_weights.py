@@ -71,8 +71,7 @@ class Trained(NamedTuple):
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Train two iterations with one evaluation, which writes into the merged replica."""
     watch = Watch()
-    lengths = {"max_epochs": 2, "check_val_every_n_epoch": 2}
-    run = train(tmp_path_factory.mktemp("trained"), *OPTIONS, callbacks=(watch,), **lengths)
+    run = train(tmp_path_factory.mktemp("trained"), *OPTIONS, "evaluation.every=2", callbacks=(watch,), max_epochs=2)
     return Trained(run.module, watch, run.loop.stages[-1])
 
 
