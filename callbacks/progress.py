@@ -166,7 +166,7 @@ class StageProgressBar(ProgressBar):
         stats, ranks = find_callback(self.trainer, RolloutStats), find_callback(self.trainer, RankCorrelation)
         facts = []
         if stats is not None and stats.last:
-            facts.append(f"reward {number(stats.last['reward/mean'])}")
+            facts.append(f"reward of the kept {number(stats.last['reward/mean'])}")
             if "explore/explorers" in stats.last:
                 facts.append(
                     "explorers {explore/explorers:.0f}, {explore/explorers_lost:.0f} lost".format(**stats.last)

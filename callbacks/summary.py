@@ -238,17 +238,22 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
         rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))
     if learned := [f"{name} {two_decimals(base)} -> {two_decimals(last)}" for name, base, last in parts_learned(facts)]:
-        rows.append(("of it", ", ".join(learned)))
+        rows.append(("in detail", ", ".join(learned)))
     if facts["best_reward"] is not None:
         best = f"{number(facts['best_reward'])} after {best_text(facts)}"
-        rows.append((f"best {facts['best_monitor']}", f"{best}; ckpt=best takes it"))
+        rows.append((f"best {facts['best_monitor']}", f"{best}; ckpt=best branches from it"))
     for alarm in facts["alarms"]:
         when = f"after iteration {alarm['iteration']}, since iteration {alarm['since']}"
         rows.append(("alarm", f"{when}: {alarm['saw']}"))
+    if not facts["alarms"]:
+        rows.append(("alarms", "none"))
     medians = {name: seconds["median"] for name, seconds in shown_stages(facts).items()}
     if (each := medians.pop("iteration", None)) is not None:
         stages = ", ".join(f"{name} {median:.2f}" for name, median in medians.items() if median is not None)
-        rows.append(("an iteration", f"{each:.2f} s ({stages}), without evaluation, probe, grid"))
+        rows.append(("an iteration", f"median {each:.2f} s ({stages}), without evaluation, probe, grid"))
+        if each and (explore := medians.get("explore")) is not None:
+            share = f"{100 * explore / each:.0f} % of an iteration"
+            rows.append(("exploring", f"{share}; task=audit measures whether selection pays here"))
     fidelity = facts["rank_fidelity"] or {}
     if "last" in fidelity:
         first, last = numbers([fidelity[which]["spearman"] for which in ("first", "last")])
@@ -257,6 +262,9 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     reserved, memory = facts["peak_memory_reserved_bytes"], gibibytes(facts["peak_memory_bytes"])
     rows.append(("peak memory", memory + ("" if reserved is None else f", {gibibytes(reserved)} reserved")))
     rows.append(("run folder", facts["paths"]["run"] + (", with report.html" if "report" in facts["paths"] else "")))
+    if facts["status"] == "completed":
+        longer = f"ckpt=last iterations={2 * facts['iterations']}"
+        rows.append(("next", f"{longer} trains on; task=generate ckpt=last and task=export ckpt=last use the result"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
 

@@ -160,7 +160,8 @@ def lead(facts: Mapping[str, Any]) -> str:
     error = error_of(facts, facts["final_reward_iteration"], "change_error")
     before, after = numbers([base, final])
     what = f"changed from {before} to {after} ({change(base, final, error)})"
-    return f"{done} The {facts['reward']} reward on held-out prompts {what}."
+    alarms = "" if facts["alarms"] else " No alarm was raised."
+    return f"{done} The {facts['reward']} reward on held-out prompts {what}.{alarms}"
 
 
 def tiles(facts: Mapping[str, Any]) -> list[Tile]:
@@ -433,7 +434,8 @@ def time_section(facts: Mapping[str, Any], history: Rows) -> Section:
     rows.append(["outside of the stages", f"{rest:.1f}", f"{100 * rest / whole:.0f} %", None, None])
     columns = ["stage", "total, s", "of the run", "median iteration, s", "middle half of the iterations, s"]
     note = (
-        "The stage iteration is without evaluation, probe and grid. Outside: checkpoints, loading, and other callbacks."
+        "The row iteration has no evaluation, probe and grid. Outside of the stages: loading the model, and callbacks "
+        "that have no row."
     )
     names = [f"time/{n}" for n in stages if n != "iteration" and column(history, f"time/{n}")[1]]
     charts = [history_chart(history, *names, title="seconds of an iteration by stage")] if names else []

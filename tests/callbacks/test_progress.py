@@ -48,7 +48,7 @@ def lines(capsys) -> list[str]:
 def test_without_a_terminal_every_iteration_prints_a_line_with_its_results(fit, capsys):
     fit(RolloutStats(), RankCorrelation(probe_every=2), StageProgressBar(), iterations=3, enable_progress_bar=True)
     probed, plain, last = lines(capsys)
-    eta, reward, seconds = r" \| ETA \d:\d\d:\d\d", r"reward 0\.\d{4}", r"\d+\.\d s"
+    eta, reward, seconds = r" \| ETA \d:\d\d:\d\d", r"reward of the kept 0\.\d{4}", r"\d+\.\d s"
     assert re.fullmatch(rf"iteration 1/3 \| {reward} \| spearman 1\.000 \| {seconds} \+ {seconds} probe{eta}", probed)
     assert re.fullmatch(rf"iteration 2/3 \| {reward} \| {seconds}{eta}", plain)
     assert re.fullmatch(rf"iteration 3/3 \| {reward} \| spearman 1\.000 \| {seconds} \+ {seconds} probe", last)
@@ -98,7 +98,7 @@ def test_terminal_shows_one_bar_with_the_stage_that_resumes_at_its_iteration(fit
     trainer = fit(*bar, iterations=3, enable_progress_bar=True)
     drawn = terminal.getvalue()
     assert "explore 25%, ETA ?" in drawn
-    assert re.search(r"1/3 \[.*explore 25%, reward 0\.\d{4}, ETA 0:00:0", drawn)
+    assert re.search(r"1/3 \[.*explore 25%, reward of the kept 0\.\d{4}, ETA 0:00:0", drawn)
     assert "3/3" in drawn.splitlines()[-1]
     assert trainer.fit_loop.stopwatch.on_change == []
 

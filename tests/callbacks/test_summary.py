@@ -91,10 +91,14 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     assert re.search(r"completed after 3 iterations in \d+ s \(\d+ s with start-up\)\n", printed)
     assert "0.5000 -> 0.5488 (+0.0488), evaluated after 3 iterations" in printed
     assert "1.0000 at first, 1.0000 at last" in printed
-    assert re.search(r"an iteration +\d[.]\d\d s [(].*[)], without evaluation, probe", printed)
+    assert re.search(r"an iteration +median \d[.]\d\d s [(].*[)], without evaluation, probe", printed)
+    assert "of an iteration; task=audit measures" in printed and "next            ckpt=last iterations=6" in printed
     assert f"{tmp_path}, with report.html\n" in printed and "reserved" not in printed
-    names = "status, shapes reward, an iteration, proxy spearman, precision, peak memory, run folder"
-    assert ", ".join(line[2:].split("  ")[0] for line in printed.splitlines() if line.startswith("  ")) == names
+    names = "status, shapes reward, alarms, an iteration, exploring, proxy spearman, precision, peak memory"
+    assert (
+        ", ".join(line[2:].split("  ")[0] for line in printed.splitlines() if line.startswith("  "))
+        == f"{names}, run folder, next"
+    )
     written = [(tmp_path / name).stat().st_mtime_ns for name in ("report.html", "summary.json")]
     assert written[0] < written[1], "a run that is killed between them has not ended"
 
