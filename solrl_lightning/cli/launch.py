@@ -118,9 +118,10 @@ def launched(pattern: str) -> str:
 
 
 def check_launched(folders: str, num_nodes: object) -> None:
-    """UserError if a rank is no number, nothing starts those of other nodes, or no name in ``folders`` is shared.
+    """Raise UserError if a rank is no number, other nodes have nothing that starts their ranks, or no folder is shared.
 
-    ``folders`` are uninterpolated. Without a launcher, Lightning finds the other nodes by MASTER_ADDR and NODE_RANK.
+    ``folders`` are names of folders, uninterpolated. Without a launcher, Lightning finds the other nodes by MASTER_ADDR
+    and NODE_RANK.
     """
     for name in _OF_LIGHTNING:
         _number(name)

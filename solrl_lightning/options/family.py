@@ -155,7 +155,7 @@ class Family(Pool):
 
         Args:
             sigmas: the model's noise levels.
-            solver: that of the last pass, if the objective has its own.
+            solver: the solver of the last pass, if the objective has its own.
             shared_noise: of a family that does not explore; those that do rank start noises.
         """
         last = self.regenerate.but(solver=solver or self.regenerate.solver)

@@ -184,7 +184,7 @@ class Run(Group):
 
     @property
     def lora(self) -> str | None:
-        """The LoRA that the weights begin with; a checkpoint has weights of its own."""
+        """The path of the LoRA that training begins with; None with a checkpoint, which has its own weights."""
         return self.model.init_lora if self.ckpt is None else None
 
     @property

@@ -240,7 +240,7 @@ def judge_seconds(model: str, family: str, hardware: Hardware, units: dict[str, 
         f"{stage} {number(seconds[stage], 3)} s, estimate {number(estimates[stage], 3)} s" for stage in seconds
     )
     measured = {"seconds": seconds, "estimates": estimates, "lap": lap}
-    expected = f"at most {_SLOWEST:g} times the estimates: those of task=compare task.cost={model}_{card}"
+    expected = f"at most {_SLOWEST:g} times the seconds that task=compare estimates with task.cost={model}_{card}"
     if all(seconds[stage] <= _SLOWEST * estimates[stage] for stage in seconds):
         return Row("seconds", OK, text, "", measured, expected)
     way_out = f"task=benchmark model={model} model.weights=random data=shapes prompts_per_iteration=1".split()

@@ -256,7 +256,7 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
         cells.append([row["iteration"], *cost, measured(row[reward], error_in(row, reward)), gain])
     text = [
         sample_size(facts),
-        "Seconds and forward passes are those of training, without evaluation, probe and grid.",
+        "Seconds and forward passes count training only: no evaluation, probe or grid.",
         *(["Vertical lines: since when an alarm is raised."] if at else []),
     ]
     tables = [Table(columns, cells, folded=f"All {len(rows)} evaluations" if len(rows) > 1 else "")]

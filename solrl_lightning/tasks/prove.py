@@ -55,7 +55,7 @@ def prove(cfg: Run) -> dict[str, Any]:
     Raises:
         UserError: another proof runs in the folder, or the one in it is damaged or of another machine.
         CheckFailed: a row is wrong.
-        SIGTERMException: this process is told to end; it ends the command under way, too.
+        SIGTERMException: SIGTERM has ended this process and the command that it ran.
     """
     task, device = cfg.task_as(Prove), device_of(cfg.trainer)
     folder, end = Path(task.folder).absolute(), time.monotonic() + 60 * task.minutes
