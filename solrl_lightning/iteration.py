@@ -5,7 +5,7 @@
 ``training/loop.py`` adds ranks, checkpoints, evaluations, callbacks, and exploration in other processes, and encodes
 the prompts of several iterations at once.
 
-Shapes: P prompts, N candidates of each, K kept, R rewards, B rows of a micro-batch.
+Shapes: P prompts, N candidates of each, K kept; latents are [P, N, ...]. ``rollout/records.py`` has the records.
 """
 
 import sys
@@ -30,7 +30,7 @@ from solrl_lightning.training.module import SolRLModule
 def train(cfg: Run, device: torch.device) -> SolRLModule:
     """Train from the base model, and return the module with the trained weights."""
     objective, rewards = build_objective(cfg.objective), build_rewards(cfg.reward, cfg.model.frames, device)
-    module = build_model(cfg, device, cfg.samplers, rewards, objective=objective)
+    module = build_model(cfg, device, cfg.samplers, rewards, objective=objective)  # with a shadow, if a stage has it
     model, transformers = module.model, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
@@ -54,15 +54,15 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         explored, samples, proxy_merits = run_family(stages, encoded, seeds, module.run_stage, transitions)
 
         # Train on the samples and rewards of the last stage, not on proxies; a row is a sample at a noise level.
-        merits = rewards.for_training.merits(samples.scores)  # [P, K], among the samples
-        advantages = objective.advantages(merits)  # [P, K]
+        merits = rewards.for_training.merits(samples.scores)  # [P, K], by default the weighted sum of the rewards
+        advantages = objective.advantages(merits)  # [P, K], how much better than its prompt's mean
         rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
         batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)  # in order, not shuffled
         for number, batch in enumerate(batches):
             real = max(1, batch.real)  # the other rows pad the batch and weigh nothing
             others = {}
             for name, every in objective.needs.items():  # "old", "reference"
-                if (number + iteration) % every == 0:  # every n-th micro-batch, one later in each iteration
+                if (number + iteration) % every == 0:  # every n-th micro-batch, one earlier in each iteration
                     with torch.no_grad(), transformers.velocity_models[name]() as transformer:
                         others[name] = module.velocity(transformer, batch)[:real]
             with transformers.trained.current() as transformer:
@@ -83,5 +83,5 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
 
 if __name__ == "__main__":
     with ConfigTree() as tree:
-        cfg = Run.of(application_config(tree.compose(sys.argv[1:]), "run"))
+        cfg = Run.of(application_config(tree.compose(tree.completed(sys.argv[1:])), "run"))
     train(cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

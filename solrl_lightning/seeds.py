@@ -2,8 +2,8 @@
 
 The same candidate gets the same noise in any precision, batch, chunk, rank, process or resumed run.
 
-1. A seed is a hash of (run seed, iteration, prompt text, candidate number). It is a 32-bit number, because PyTorch's
-   CPU generator uses only the low 32 bits of its seed: two seeds are equal exactly when their noises are.
+1. A seed is a hash of (run seed, iteration, identity of the prompt, candidate number). It is a 32-bit number, because
+   PyTorch's CPU generator uses only the low 32 bits of its seed: two seeds are equal exactly when their noises are.
 2. Noise is drawn on the CPU whatever the device, one generator state per candidate.
 3. The published code draws seeds from the global generator of each rank instead, so its noise depends on the number of
    ranks and repeats after a resume.
