@@ -233,6 +233,8 @@ MUTANTS: dict[str, list[Edit]] = {
             "batch_idx % every",
             f"{LOOP}::test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begins_with_the_next",
         ),
+        ("NaN ends the run", "or_nan=stage.name == EXPLORE", "or_nan=False", EXPLORERS),
+        ("decoder of the run", "self.decoder(stage.decoder)", 'self.decoder("full")', EXPLORERS),
         ("default evaluated", 'weights="ema", progress', 'weights="default", progress', WEIGHTS),
         ("evaluation of one rank", 'self.trainer.strategy.reduce(table, reduce_op="sum").cpu()', "table.cpu()", RANKS),
         (
@@ -332,8 +334,6 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/explorers/actor.py": [
         ("explorer keeps the first weights", "if self._weights != weights[0]:", "if not self._weights:", EXPLORERS),
-        ("NaN ends the run", "or_nan=True", "or_nan=False", EXPLORERS),
-        ("decoder of the run", "module.decoder(stage.decoder)", 'module.decoder("full")', EXPLORERS),
     ],
     "solrl_lightning/rollout/stage.py": [
         ("noise levels without their rounding", "> level + _ROUNDING", "> level", NOISE),

@@ -5,7 +5,8 @@
 ``training/loop.py`` adds ranks, checkpoints, evaluations, callbacks, and exploration in other processes, and encodes
 the prompts of several iterations at once.
 
-Shapes: P prompts, N candidates of each, K kept; latents are [P, N, ...]. ``rollout/records.py`` has the records.
+Shapes: P prompts, N candidates of each, K kept. A latent has the model's shape: FLUX's are tokens x channels.
+``rollout/records.py`` has the shape and dtype of each tensor; the LoRA is float32.
 """
 
 import sys
@@ -30,13 +31,14 @@ from solrl_lightning.training.module import SolRLModule
 def train(cfg: Run, device: torch.device) -> SolRLModule:
     """Train from the base model, and return the module with the trained weights."""
     objective, rewards = build_objective(cfg.objective), build_rewards(cfg.reward, cfg.model.frames, device)
-    module = build_model(cfg, device, cfg.samplers, rewards, objective=objective)  # with a shadow, if a stage has it
+    # `policy` and `merged` always sample something; cfg.samplers says whether there is a shadow.
+    module = build_model(cfg, device, cfg.samplers, rewards, objective=objective)
     model, transformers = module.model, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
     stages = cfg.family.stages(model.sigmas, objective.solver, objective.shared_noise)  # explore ..., regenerate
     sigmas = model.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
-    rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt, at some levels each
+    rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # to train on: each kept sample at some levels
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
     schedule = PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed)
 
@@ -54,10 +56,14 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         explored, samples, proxy_merits = run_family(stages, encoded, seeds, module.run_stage, transitions)
 
         # Train on the samples and rewards of the last stage, not on proxies; a row is a sample at a noise level.
-        merits = rewards.for_training.merits(samples.scores)  # [P, K], by default the weighted sum of the rewards
-        advantages = objective.advantages(merits)  # [P, K], how much better than its prompt's mean
+        merits = rewards.for_training.merits(samples.scores)  # [P, K], by default their weighted sum
+        advantages = objective.advantages(
+            merits
+        )  # [P, K], by default (merit - mean of the prompt) / std of all; the loss clips
         rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
-        batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)  # in order, not shuffled
+        batches = MicroBatches(
+            rollouts, encoded, sigmas, objective, plan
+        )  # of S optimiser steps, step s takes rows s, s + S, ...
         for number, batch in enumerate(batches):
             real = max(1, batch.real)  # the other rows pad the batch and weigh nothing
             others = {}

@@ -1,6 +1,8 @@
 """The page ``solrl_lightning/iteration.py`` is what the command does: their trained weights are equal bit for bit."""
 
 import re
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from solrl_lightning import iteration
+from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.tasks.train import train
 
@@ -43,3 +46,9 @@ def test_the_page_trains_the_weights_that_the_command_trains(
     state = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert len(state) > 100 and state.keys() <= of_page.keys()
     assert all(torch.equal(value, of_page[name]) for name, value in state.items())
+
+
+def test_the_page_takes_an_option_that_is_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [iteration.__file__, "experiment=smoke", "family.explore.stop_below=5"])
+    with pytest.raises(UserError, match="family.explore.stop_below=5 is invalid"):
+        runpy.run_path(iteration.__file__, run_name="__main__")

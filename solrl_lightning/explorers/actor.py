@@ -74,7 +74,6 @@ class Explorer:
         """
         import torch
 
-        from solrl_lightning.rollout.chunks import score_images
         from solrl_lightning.sampling.state import concatenate
 
         with torch.no_grad(), self._turn:
@@ -86,7 +85,7 @@ class Explorer:
             encoded = self._prompts(prompts[0]).gather(owner)
             first = None if state is None else self._moved(state).take((slice(None), None))
             state = concatenate([chunk.state for chunk in sampler.sample(stage, encoded, seeds[:, None], first)])
-            decode, rewards = module.decoder(stage.decoder), module.rewards.for_training
-            scores = self._submit(lambda: score_images(decode, rewards, state.x0, encoded.prompts, seeds, or_nan=True))
+            score, rewards = module.scorer(stage), module.rewards.for_training
+            scores = self._submit(lambda: score(rewards, state.x0, encoded.prompts, seeds))
             seconds = time.perf_counter() - start
         return self._moved((scores.result(), state if stage.with_states else None, seconds), "cpu")

@@ -5,6 +5,7 @@ import io
 import os
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from importlib.resources import files
 from pathlib import Path
 from statistics import quantiles
@@ -104,7 +105,7 @@ class Page(NamedTuple):
     lead: str
     tiles: Sequence[Tile]
     sections: Sequence[Section]
-    footer: str
+    footer: str = ""
     status: str = ""
     error: str | None = None
 
@@ -113,7 +114,8 @@ def render(page: Page) -> bytes:
     """Return the page as UTF-8; all text in it is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((files("solrl_lightning") / "assets" / "report.html.jinja").read_text())
-    return template.render(page=page, svg=Markup).encode()
+    origin = f"solrl_lightning {__version__}, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
+    return template.render(page=page, origin=origin, svg=Markup).encode()
 
 
 # A run
@@ -143,7 +145,7 @@ def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
         lead(facts),
         tiles(facts),
         [section for section in sections if section.alarms or section.charts or section.pictures or section.tables],
-        footer=f"solrl_lightning {__version__}, {facts['paths']['run']}",
+        footer=facts["paths"]["run"],
         status=facts["status"],
         error=facts["error"],
     )

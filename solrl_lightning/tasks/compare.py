@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.finished_runs import finished_runs
 from solrl_lightning.artifacts.formatting import counted, measured, number, numbers
@@ -287,7 +286,6 @@ def study_page(result: Mapping[str, Any], groups: Sequence[Group], sections: Seq
         f"{counted(len(runs), 'finished run')} of {result['runs']}, grouped by all that differs except the seed.",
         tiles if len(groups) > 1 else tiles[:2],
         [final, curves, *cost, Section("Runs", tables=[table])],
-        footer=f"solrl_lightning {__version__}",
     )
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import finite_only, write_atomically
 from solrl_lightning.artifacts.formatting import command_line, counted, duration, path_option, shell_quoted
 from solrl_lightning.artifacts.run_folder import claimed
@@ -270,5 +269,5 @@ def proof_page(result: Mapping[str, Any], again: str) -> Page:
         f"{summary_of(result)}. {use_of(result)}",
         tiles,
         [*first, *steps],
-        footer=f"solrl_lightning {__version__}, torch {result['versions']['torch']}; {duration(spent)}",
+        footer=f"torch {result['versions']['torch']}; {duration(spent)}",
     )

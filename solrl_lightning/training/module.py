@@ -114,11 +114,14 @@ class SolRLModule(LightningModule):
 
         The steps ``transitions`` are recorded and, with a stochastic solver, take noise.
         """
-        score = partial(score_images, self.decoder(stage.decoder), or_nan=stage.name == EXPLORE)
-        sampler = self.transformers.sampler(stage)
+        sampler, score = self.transformers.sampler(stage), self.scorer(stage)
         with closing(sampler.sample(stage, prompts, seeds, initial_state, transitions)) as chunks:
             scoring = self.rewards.for_training, score, progress, self.scoring_worker
             return score_chunks(chunks, prompts, seeds, *scoring, stage.with_states)
+
+    def scorer(self, stage: Stage) -> Callable[..., Tensor]:
+        """Return `score_images` as a stage decodes and scores, here and by explorers."""
+        return partial(score_images, self.decoder(stage.decoder), or_nan=stage.name == EXPLORE)
 
     def decoder(self, name: str) -> Callable[[Tensor], Tensor]:
         """Return what decodes latents for `Stage.decoder`."""

@@ -119,6 +119,7 @@ def test_the_page_has_the_results_with_their_errors_and_where_they_come_from(run
         "train/loss",
     ):
         assert text in seen
+    assert re.search(r"solrl_lightning [\d.]+, \d{4}-\d\d-\d\d \d\d:\d\d UTC, /", seen)
 
 
 def test_the_command_can_be_pasted_with_its_folders_and_modules(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
