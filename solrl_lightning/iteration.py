@@ -2,11 +2,11 @@
 
     python -m solrl_lightning.iteration experiment=smoke seed=3
 
-``training/loop.py`` adds ranks, checkpoints, evaluations, callbacks, and exploration in other processes, and encodes
-the prompts of several iterations at once.
+``training/loop.py`` adds ranks, checkpoints, callbacks, evaluations of the average of the trained weights, exploration
+in other processes, and encodes the prompts of several iterations at once.
 
-Shapes: P prompts, N candidates of each, K kept. A latent has the model's shape: FLUX's are tokens x channels.
-``rollout/records.py`` has the shape and dtype of each tensor; the LoRA is float32.
+Shapes: P prompts, N candidates of each, K kept, R rewards that have a weight. A latent has the model's shape: FLUX's
+are tokens x channels. ``rollout/records.py`` has the shape and dtype of each tensor; the LoRA is float32.
 """
 
 import sys
@@ -38,7 +38,8 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
     stages = cfg.family.stages(model.sigmas, objective.solver, objective.shared_noise)  # explore ..., regenerate
     sigmas = model.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
-    rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # to train on: each kept sample at some levels
+    rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt: each sample at some levels
+    # Micro-batches of equal size, at most cfg.model.micro_batch rows, on 1 rank.
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
     schedule = PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed)
 
@@ -55,17 +56,16 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         seeds = pool_seeds(cfg.seed, iteration, identities(prompts), cfg.family.pool)  # [P, N]
         explored, samples, proxy_merits = run_family(stages, encoded, seeds, module.run_stage, transitions)
 
-        # Train on the samples and rewards of the last stage, not on proxies; a row is a sample at a noise level.
-        merits = rewards.for_training.merits(samples.scores)  # [P, K], by default their weighted sum
-        advantages = objective.advantages(
-            merits
-        )  # [P, K], by default (merit - mean of the prompt) / std of all; the loss clips
+        # Train on the samples and rewards of the last stage, not on proxies. By default an advantage is the merit minus
+        # the mean of its prompt, divided by the standard deviation of all; the loss clips it.
+        merits = rewards.for_training.merits(samples.scores)  # scores [P, K, R]; by default their weighted sum [P, K]
+        advantages = objective.advantages(merits)  # [P, K]
         rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
-        batches = MicroBatches(
-            rollouts, encoded, sigmas, objective, plan
-        )  # of S optimiser steps, step s takes rows s, s + S, ...
+        # A row is a sample at a noise level: x_t is its clean latent with other noise, drawn from seed and level, or,
+        # for objectives with transitions, a recorded state. Of S optimiser steps, step s takes rows s, s + S, ...
+        batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)
         for number, batch in enumerate(batches):
-            real = max(1, batch.real)  # the other rows pad the batch and weigh nothing
+            real = max(1, batch.real)  # the others pad; by the weights a step's loss is the mean over real rows
             others = {}
             for name, every in objective.needs.items():  # "old", "reference"
                 if (number + iteration) % every == 0:  # every n-th micro-batch, one earlier in each iteration

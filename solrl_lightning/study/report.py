@@ -60,13 +60,10 @@ _MEANINGS = {
     "train/positive": "Error of the velocity against the samples. Good samples lower it.",
     "train/negative": "Error of the mirrored velocity, which bad samples lower; near the old policy both are equal.",
     "lr": "Learning rate.",
-    "eval/shapes_right_shape": "Share of the objects that have the named shape.",
-    "eval/shapes_right_side": "Share of the pictures with the objects on the named sides.",
-    "eval/shapes_all_right": "Share of the pictures that are right in all respects.",
     "policy/base_distance": "How far the trained weights are from the base's, relative to their norm.",
     "policy/old_distance": "How far the trained weights are from the old policy's, relative to the base's norm.",
 }
-"""A sentence for each tag that iterations log."""
+"""Sentences for tags that iterations log."""
 
 
 class Tile(NamedTuple):

@@ -225,8 +225,8 @@ def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
     return Loaded(module, prompts, pool_seeds(cfg.seed, 0, identities(prompts.prompts), task.pool))
 
 
-def _full(cfg: Run, **others: Any) -> Stage:
-    return Stage(sampler=MERGED, steps=cfg.model.full_steps, solver=cfg.model.solver).but(**others)
+def _full(cfg: Run) -> Stage:
+    return Stage(sampler=MERGED, steps=cfg.model.full_steps, solver=cfg.model.solver)
 
 
 def _stages(key: str, explorer: Exploration, cfg: Run, sigmas: Sigmas) -> list[Stage]:
@@ -275,7 +275,8 @@ def search_stops(cfg: Run, truth: Tensor) -> list[dict[str, Any]]:
     module, prompts, seeds = load_pool(cfg, {MERGED})
     explorer = with_option(cfg, "family", "prefix").family.explore
     assert explorer is not None
-    scores = score_steps(_full(cfg, name=_PROXY, decoder=explorer.decoder), prompts, seeds, module.run_stage)
+    whole = explorer.but(name=_PROXY, stop_after=None, stop_below=None)
+    scores = score_steps(whole, prompts, seeds, module.run_stage)
     merits, sigmas = module.rewards.for_training.merits, module.model.sigmas
     task, passes = cfg.task_as(Audit), forward_passes(cfg.model.guidance_scale)
     stops = search(explorer, scores, merits, truth, sigmas, task.keep)

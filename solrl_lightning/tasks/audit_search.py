@@ -93,7 +93,7 @@ def search(
     """Simulate the early stops of ``explorer``; the cheapest is first. ``truth``: merits [P, N]."""
     assert explorer.solver is not None, "the families name it"
     pool, gaps, stops = truth.shape[1], gap_of_prompts(truth, truth, keep), []
-    regenerate = Stage(sampler=explorer.sampler, steps=explorer.steps, solver=explorer.solver)
+    regenerate = explorer.but(stop_after=None, stop_below=None)
     for candidate in early_stops(explorer, sigmas(explorer.steps), pool, keep):
         stages = candidate.stages("", explorer.solver, keep, sigmas)
         name, kept = label(stages, levels_at(stages, sigmas)), [stage.keep for stage in stages]
