@@ -55,10 +55,11 @@ DIVERGED = "tests/cli/test_branches.py::test_weights_that_are_not_finite_do_not_
 EDITED = "tests/cli/test_branches.py::test_edited_training_prompts_are_an_error_in_the_run_s_folder_only"
 HELD_OUT = "tests/cli/test_branches.py::test_run_that_resumes_with_other_held_out_prompts_begins_its_evaluations_anew"
 RANKS = "tests/training/test_ddp.py"
+SIGTERM = f"{RANKS}::test_sigterm_of_one_rank_ends_all"
 METRICS = f"{LOOP}::test_all_metrics_of_objective_are_logged"
 MEANS = f"{LOOP}::test_metrics_are_means_over_the_rows_that_have_them_without_padding"
 SECONDS = f"{LOOP}::test_run_ends_with_an_evaluation_at_the_end_of_the_iteration_that_reaches_max_seconds"
-BRANCH = f"{LOOP}::test_a_branch_with_other_optimizer_steps_continues_the_schedule_at_its_iteration"
+BRANCH = f"{LOOP}::test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 SEEDS = "tests/test_seeds.py"
 SELECT = "tests/rollout/test_select.py"
@@ -91,7 +92,10 @@ HPSV3, VLM, VLM_LOCAL = (f"tests/rewards/test_{name}.py" for name in ("hpsv3", "
 REPLICA = "tests/policies/test_replica.py"
 SHARDED_STEPS, SHARDED_RUNS = (
     f"tests/training/test_sharded_full.py::test_{name}"
-    for name in ("two_ranks_with_shards_step_as_with_whole_weights", "runs_resume_exactly_and_equal_those_of_ddp")
+    for name in (
+        "two_ranks_with_shards_step_as_with_whole_weights",
+        "runs_resume_exactly_and_equal_those_of_whole_weights",
+    )
 )
 DRAWING = "tests/study/test_drawing.py"
 REACHED = "tests/study/test_time_to_reward.py"
@@ -785,7 +789,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "callbacks/export.py": [
-        ("no export of shards on SIGTERM", "not sharded or isinstance", "not sharded and isinstance", SHARDED_RUNS),
+        ("no export of shards on SIGTERM", "not sharded or isinstance", "not sharded and isinstance", SIGTERM),
         ("a diverged LoRA is exported", "WriteError | NonFiniteError", "WriteError", DIVERGED),
         ("best exported after every run", " and stop_reason(trainer) is not None", "", CHECKPOINTS),
     ],

@@ -22,6 +22,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.study.drawing import draw_chart
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes for the few kernels compiled here would import torch
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # to try the vector instructions, one would import torch, too
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:

@@ -112,9 +112,8 @@ def fit(footprint: Footprint, most: Options, room: float) -> Options:
             weights, ("device", "cpu"), training, list(product(sampled, images))
         )
     ]
-    peaks = [footprint.peak(options) for options in choices]
-    smallest = choices[peaks.index(min(peaks))]
-    return next((options for options, peak in zip(choices, peaks, strict=True) if peak <= room), smallest)
+    fitting = (options for options in choices if footprint.peak(options) <= room)
+    return next(fitting, None) or min(choices, key=footprint.peak)
 
 
 def halvings(number: int) -> list[int]:

@@ -55,9 +55,6 @@ def test_model_is_a_function_of_the_seed_bit_for_bit(folder: Path, tmp_path: Pat
     again = weights(loaded(tmp_path / "again").pipeline)
     assert expected.keys() == again.keys()
     assert all(torch.equal(value, again[name]) for name, value in expected.items())
-    pretrain_pipeline(tmp_path / "other", RECIPE._replace(seed=4), torch.device("cpu"))
-    other = weights(loaded(tmp_path / "other").pipeline)
-    assert not torch.equal(other["transformer.x_embedder.weight"], expected["transformer.x_embedder.weight"])
 
 
 def test_training_changes_every_component_and_sets_the_latents_scale(folder: Path) -> None:

@@ -106,6 +106,8 @@ def test_fingerprint_of_a_hub_snapshot_is_its_commit(tmp_path: Path) -> None:
     assert encoder_fingerprint(snapshot.with_name("decade"), ("text_encoder",), {}) != before
 
 
+# With several encoders, one, and one whose padding is not stored.
+@pytest.mark.parametrize("architecture", ["sd3", "sana", "wan"], indirect=True, scope="session")
 def test_encoders_are_loaded_for_the_first_new_prompt_only(architecture: str, folder: str, tmp_path: Path) -> None:
     plain = load_nano(architecture, folder)
     assert plain.pipeline.text_encoder is not None  # without a cache they are needed anyhow

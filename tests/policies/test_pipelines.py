@@ -187,6 +187,7 @@ def test_diffusers_paints_the_merged_replicas_images_with_the_saved_lora(
     assert (images - without).abs().max() > 0.02
 
 
+@pytest.mark.parametrize("architecture", ["flux1", "sana", "wan", "z_image"], indirect=True, scope="session")
 def test_gradients_are_the_same_with_checkpointing_and_without(architecture: str, folder: str) -> None:
     gradients = {}
     for checkpointing in (False, True, "selective"):
@@ -258,6 +259,7 @@ def test_embeddings_do_not_depend_on_the_other_prompts(model: PipelineAdapter) -
     torch.testing.assert_close(again[:2], together["prompt_embeds"][:2].flip(0), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("architecture", ["flux1", "sana", "wan"], indirect=True, scope="session")
 def test_invalid_resolution_and_dtype_raise(architecture: str, folder: str) -> None:
     with pytest.raises(UserError, match="resolution=36 is invalid: it must be .* of 8, .* Set model.resolution=32."):
         load_nano(architecture, folder, resolution=36)
@@ -319,6 +321,7 @@ def limited(model: PipelineAdapter, images: int, side: int) -> list[tuple[int, i
     return sizes
 
 
+@pytest.mark.parametrize("architecture", ["flux1", "wan"], indirect=True, scope="session")
 def test_decoding_halves_its_batch_when_memory_runs_out(
     model: PipelineAdapter, architecture: str, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:

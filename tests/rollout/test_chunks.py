@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def model(folder: str) -> Recorder:
-    return load_model(folder, model_class=Recorder)
+    return load_model(folder, model_class=Recorder, embeddings=f"{folder}/embeddings")  # text encoders once
 
 
 def brightness(images: Tensor, prompts: list[str]) -> Tensor:

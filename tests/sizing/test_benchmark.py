@@ -74,22 +74,21 @@ def test_families_and_forward_passes_are_timed(
     assert "sol_rl int8" in out and "the process so far" in out
 
 
-@pytest.mark.parametrize("model", ["sana", "qwen_image"])
 def test_random_weights_and_shapes_captions_need_no_network(
-    compose: Compose, tmp_path: Path, monkeypatch: Patch, model: str
+    compose: Compose, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     def connect(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a connection")
 
-    folder = save_nano(tmp_path / model, model)  # only its config files are read
-    for file in (tmp_path / model).rglob("*.safetensors"):
+    folder = save_nano(tmp_path / "sana", "sana")  # only its config files are read
+    for file in (tmp_path / "sana").rglob("*.safetensors"):
         file.unlink()
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", connect)
     sizes = ("prompts_per_iteration=1", "model.rollout_batch=4", "family.pool=4", "family.keep=2")
-    cfg = compose(*SMALL, f"model={model}", f"model.pretrained={folder}", *OFFLINE, *sizes, "family=sol_rl")
+    cfg = compose(*SMALL, "model=sana", f"model.pretrained={folder}", *OFFLINE, *sizes, "family=sol_rl")
     check_prompts(cfg)
-    assert times_of_families({model: cfg}, 1, CPU)[model]["images_per_second"] > 0
+    assert times_of_families({"it": cfg}, 1, CPU)["it"]["images_per_second"] > 0
 
 
 def test_rate_of_a_forward_pass_is_its_products_over_its_seconds(

@@ -45,6 +45,11 @@ from tests.sigmas import uniform_sigmas
 Compose = Callable[..., Run]
 
 IMAGE, TEXT = 16, 10  # tokens of the embedded model
+CAPABILITIES = ("8.0", "9.0", "10.0")
+ONE_CARD, THREE_CARDS = (
+    f"task.cards=[{','.join(f'{{name:a,memory:85,capability:{capability}}}' for capability in capabilities)}]"
+    for capabilities in (CAPABILITIES[:1], CAPABILITIES)
+)
 
 
 def embedded(**options: Any) -> Flux1:
@@ -174,7 +179,7 @@ def test_auto_recomputes_the_least_that_fits(room: int, blocks: bool | str) -> N
 def test_auto_is_the_same_in_plan_and_run(compose: Compose, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     options = ("trainer=cpu", "model.gradient_checkpointing=auto", "model.micro_batch=4000")
     none, selective, every = (
-        plan(compose("task=plan", *options, f"{RECOMPUTED}={blocks}"))["planned_peak"]
+        plan(compose("task=plan", ONE_CARD, *options, f"{RECOMPUTED}={blocks}"))["planned_peak"]
         for blocks in ("false", "selective", "true")
     )
     assert none > selective > every
@@ -183,7 +188,7 @@ def test_auto_is_the_same_in_plan_and_run(compose: Compose, monkeypatch: pytest.
         for module in ("solrl_lightning.tasks.plan", "solrl_lightning.sizing.checkpointing"):
             monkeypatch.setattr(f"{module}.total_memory", lambda device, free=free: free + 6 * 10**9)
         if blocks is not True:
-            assert plan(compose("task=plan", *options))["gradient_checkpointing"] == blocks
+            assert plan(compose("task=plan", ONE_CARD, *options))["gradient_checkpointing"] == blocks
         settled = settle_checkpointing(compose(*options), torch.device("cpu")).model
         assert settled.gradient_checkpointing == settled.policy["gradient_checkpointing"] == blocks  # type: ignore[typeddict-item]
         assert caplog.messages[-1].startswith(f"{RECOMPUTED}=auto is {str(blocks).lower()} here: peaks false ")
@@ -255,10 +260,9 @@ def test_run_counts_the_latents_of_its_share_of_the_prompts(compose: Compose) ->
 
 def test_shadow_on_a_card_has_the_bits_of_its_capability(compose: Compose, capsys: pytest.CaptureFixture[str]) -> None:
     def cards(option: str) -> list[dict[str, Any]]:
-        by_capability = {
-            card["capability"]: card for card in plan(compose("task=plan", "trainer=cpu", option))["cards"]
-        }
-        return [by_capability[capability] for capability in ("8.0", "9.0", "10.0")]
+        cards: list[dict[str, Any]] = plan(compose("task=plan", "trainer=cpu", THREE_CARDS, option))["cards"]
+        assert tuple(card["capability"] for card in cards) == CAPABILITIES
+        return cards
 
     of_precision = {name: cards(f"precision={name}") for name in ("auto", "nvfp4", "bf16")}
     shadows = {name: [(c["precision"], c["bits_a_weight"]) for c in each] for name, each in of_precision.items()}
@@ -341,7 +345,7 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
 
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_ranks_of_fsdp_share_the_weights_and_gather_blocks(compose: Compose, train: str) -> None:
-    run = ("task=plan", f"model.train={train}", "family=prefix", "callbacks.sample_grid.every=0")
+    run = ("task=plan", ONE_CARD, f"model.train={train}", "family=prefix", "callbacks.sample_grid.every=0")
     alone, whole, half = (
         plan(compose(*run, *words))["bytes"]
         for words in (("trainer=cpu",), ("trainer=fsdp",), ("trainer=fsdp", "task.devices=2"))

@@ -18,12 +18,13 @@ from forks import Forks
 
 from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row
-from solrl_lightning.errors import WriteError
+from solrl_lightning.cli.checks import check_overrides
+from solrl_lightning.errors import UserError, WriteError
 from solrl_lightning.options.run import Run
 from solrl_lightning.quantization.backends import Hardware
 from solrl_lightning.sizing import proof
 from solrl_lightning.sizing.proof import CutOff, Failed, Runner, Step, examine, judge_seconds, steps_of
-from solrl_lightning.tasks.prove import CUT, ENDED, FAILED, replaces, run_step
+from solrl_lightning.tasks.prove import CUT, ENDED, FAILED, read_outcomes, replaces, run_step
 
 Compose = Callable[..., Run]
 H100 = Hardware("an H100", capability=(9, 0))
@@ -211,7 +212,7 @@ class Steps:
 
 
 def test_command_continues_where_the_last_one_ended(
-    command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., Any], compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/somebody/home")
     steps = Steps(a=CutOff(), b=Failed("no file"), c=None)
@@ -265,7 +266,7 @@ def test_command_continues_where_the_last_one_ended(
     with claimed(file.parent, new=False):
         finished = command(*here)
     assert finished.status == 2 and "with task.folder=<folder>" in finished.err and "hydra" not in finished.err
-    text = file.read_text()
+    text, here_now = file.read_text(), {key: result[key] for key in ("machine", "versions", "first_run")}
     for content, message in (
         (text[:99], "or damaged (JSONDecodeError: "),
         ("[]", "or damaged (TypeError: list indices must be integers or slices, not str). Choose another folder with "),
@@ -273,12 +274,12 @@ def test_command_continues_where_the_last_one_ended(
         (text.replace('"torch"', '"touch"'), "and differs in versions. Begin another one with task.folder="),
     ):
         file.write_text(content)
-        finished = command(*here)
-        assert finished.status == 2 and message in finished.err and len(finished.err.splitlines()) == 1, finished.err
-        assert file.read_text() == content
+        with pytest.raises(UserError) as error:
+            read_outcomes(file.parent, here_now)
+        assert message in str(error.value) and "\n" not in str(error.value), error.value
     for override in ("precision=fp8", "seed=7", "trainer.devices=2", "++model.lora.rank=4"):
-        wrong = command(*here, override)
-        assert wrong.status == 2 and wrong.err.startswith(f"error: {override} is invalid: task=prove runs fixed"), wrong
+        with pytest.raises(UserError, match=f"^{re.escape(override)} is invalid: task=prove runs fixed"):
+            check_overrides(compose(*here), [*here, override])
     wrong = command(*here, "task.steps=[flux1]")
     assert wrong.status == 2 and "there is no step flux1 on this machine" in wrong.err
 

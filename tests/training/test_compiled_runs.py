@@ -1,6 +1,6 @@
 """Runs that compile everything a GPU compiles: policy and replicas, at least three blocks of a kind, two batch sizes.
 
-torch.compile traces the blocks; their graphs run eagerly. Weights are random, so the folders need config files only.
+torch.compile traces the blocks; their graphs run eagerly. Weights are random, so the folder needs config files only.
 """
 
 import json
@@ -17,15 +17,11 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.rollout import chunks
 from solrl_lightning.tasks.train import train
 
-BLOCKS: dict[str, dict[str, Any]] = {
-    "flux1": {"num_layers": 1, "num_single_layers": 3},
-    "sana": {"num_layers": 3},
-}
 SMALL = (
-    "family.compile=true compile_training=true model.rollout_batch=6 model.micro_batch=2 reward=shapes "
-    "model.weights=random data=shapes trainer=cpu iterations=2 prompts_per_iteration=1 family.pool=6 family.keep=2 "
-    f"model.resolution=32 model.max_sequence_length={MAX_WORDS} model.full_steps=2 model.preview_steps=1 "
-    "model.prefix_steps=1 model.eval_steps=1 model.train_timestep_fraction=1.0 data.eval_prompts=1 "
+    "model=sana family=sol_rl family.compile=true compile_training=true model.rollout_batch=6 model.micro_batch=2 "
+    "reward=shapes model.weights=random data=shapes trainer=cpu iterations=2 prompts_per_iteration=1 family.pool=6 "
+    f"family.keep=2 model.resolution=32 model.max_sequence_length={MAX_WORDS} model.full_steps=2 model.preview_steps=1 "
+    "model.eval_steps=1 model.train_timestep_fraction=1.0 data.eval_prompts=1 "
     "data.eval_images=1 ~logger callbacks.sample_grid.every=0 model.gradient_checkpointing=false "
     "model.quantization.exclude={} model.quantization.include=['*.to_k'] "
     "model.lora.target_modules=[to_q] "  # which makes the graphs small
@@ -41,15 +37,6 @@ class GraphsOfIterations(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.counts.append(len(graphs))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folders = {name: save_nano(tmp_path_factory.mktemp(name), name) for name in BLOCKS}
-    for name, folder in folders.items():
-        file = Path(folder) / "transformer" / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | BLOCKS[name]))
-    return folders
 
 
 @pytest.fixture(autouse=True)
@@ -70,16 +57,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
-@pytest.mark.parametrize(("model", "family"), [("flux1", "sol_rl"), ("sana", "prefix")])
 def test_all_samplers_are_compiled_once_also_after_running_out_of_memory(
-    compose: Callable[..., Run],
-    folders: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    model: str,
-    family: str,
+    compose: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    folder = save_nano(tmp_path / "sana", "sana")
+    file = Path(folder) / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_layers": 3}))
     retry, calls = chunks.retry_with_empty_cache, []
 
     def sample(chunk: Callable[[], Any]) -> Any:
@@ -89,7 +72,7 @@ def test_all_samplers_are_compiled_once_also_after_running_out_of_memory(
         return retry(chunk)
 
     monkeypatch.setattr(chunks, "retry_with_empty_cache", sample)
-    train(compose(f"model={model}", f"model.pretrained={folders[model]}", *SMALL, f"family={family}"))
+    train(compose(*SMALL, f"model.pretrained={folder}"))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
     assert "out of memory: sampling continues with 3 candidates" in caplog.text
     first, second = GraphsOfIterations.counts

@@ -112,9 +112,13 @@ def test_frozen_weights_in_8_bits_train_with_ddp(forks: Forks, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_sigterm_of_one_rank_ends_all(forks: Forks, tmp_path: Path) -> None:
-    job = [*JOB, "data.eval_prompts=2", "~logger", "iterations=3", "trainer.devices=2", "hydra.run.dir=out"]
+    """With sharded weights, which the ranks gather together to export them."""
+    job = [word for word in JOB if word != "trainer=ddp"]
+    job += ["trainer=fsdp", "model.train=full", "model.dtypes.transformer=float32", "~callbacks.best"]
+    job += ["data.eval_prompts=2", "~logger", "iterations=3", "trainer.devices=2", "hydra.run.dir=out"]
     ended = forks.ranks(tmp_path, two_ranks(), *job, "+callbacks.terminate._target_=ranks.TerminateRank1")
     assert [each.status for each in ended] == [143, 143], ended
+    assert list((tmp_path / "out" / "transformer").glob("*.safetensors"))
     facts = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (facts["status"], facts["iterations"]) == ("interrupted", 1)
 

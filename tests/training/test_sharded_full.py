@@ -22,7 +22,7 @@ from solrl_lightning.training.sharded_full import ShardedFullTransformer
 
 MIXED = "param_dtype_override_fn" in [field.name for field in fields(MixedPrecisionPolicy)]
 # diffusers keeps layers of wan in float32.
-CASES = [("flux1", "float32", ":checkpointed"), ("sana", "float32", ""), ("wan" if MIXED else "flux1", "bfloat16", "")]
+CASES = [("flux1", "float32", ":checkpointed"), ("wan" if MIXED else "flux1", "bfloat16", "")]
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
@@ -81,7 +81,7 @@ def tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_runs_resume_exactly_and_equal_those_of_ddp(forks: Forks, tmp_path: Path) -> None:
+def test_runs_resume_exactly_and_equal_those_of_whole_weights(forks: Forks, tmp_path: Path) -> None:
     def run(name: str, *arguments: str) -> Path:
         ended = forks.ranks(tmp_path, two_ranks(), *JOB, f"hydra.run.dir={name}", *arguments)
         assert {each.status for each in ended} == {0}, ended
@@ -93,38 +93,24 @@ def test_runs_resume_exactly_and_equal_those_of_ddp(forks: Forks, tmp_path: Path
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
-    first, ddp = tensors(loaded(straight, "iteration_000001")), tensors(loaded(run("ddp", "trainer=ddp")))
-    assert tree_map(lambda t: (t.shape, t.dtype), expected) == tree_map(lambda t: (t.shape, t.dtype), ddp)
-    alone = [
-        *(word for word in JOB if not word.startswith("trainer.")),
-        "trainer=cpu",
-        "trainer.devices=1",
-        "hydra.run.dir=alone",
-    ]
+    first = tensors(loaded(straight, "iteration_000001"))
+    alone = [word for word in JOB if not word.startswith("trainer.")]
+    alone += ["trainer=cpu", "trainer.devices=1", "hydra.run.dir=alone"]
     ended = forks.run(tmp_path, *alone, f"ckpt={straight}/checkpoints/iteration_000001.ckpt")  # on one rank
     assert ended.status == 0, ended
-    for other in (ddp, tensors(loaded(tmp_path / "alone"))):
-        for part, tolerance in {"model": 1e-5, "average": 1e-5, "optimizer": 1e-3}.items():
-            sharded, whole, before = (
-                torch.cat([value.flatten() for name, value in each.items() if name.startswith(part)])
-                for each in (expected, other, first)
-            )
-            assert distance(sharded, whole) <= tolerance < distance(sharded, before), part
-
+    other = tensors(loaded(tmp_path / "alone"))
+    assert tree_map(lambda t: (t.shape, t.dtype), expected) == tree_map(lambda t: (t.shape, t.dtype), other)
+    for part, tolerance in {"model": 1e-5, "average": 1e-5, "optimizer": 1e-3}.items():
+        sharded, whole, before = (
+            torch.cat([value.flatten() for name, value in each.items() if name.startswith(part)])
+            for each in (expected, other, first)
+        )
+        assert distance(sharded, whole) <= tolerance < distance(sharded, before), part
+    rewards = [
+        json.loads((tmp_path / name / "summary.json").read_text())["final_reward"] for name in ("alone", "straight")
+    ]
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
     check_export(straight)
-    kept = [word for word in JOB if not word.startswith(("trainer", "iterations", "callbacks", "family", "~"))]
-    words = (
-        "task=evaluate",
-        "trainer=cpu",
-        "trainer.devices=1",
-        f"ckpt={straight}/checkpoints/last.ckpt",
-        "hydra.run.dir=evaluated",
-    )
-    ended = forks.run(tmp_path, *kept, *words)
-    assert ended.status == 0, ended
-    reward = json.loads((tmp_path / "evaluated" / "evaluate.json").read_text())["rewards"]["shapes"]["trained"]["mean"]
-    summary = json.loads((straight / "summary.json").read_text())
-    assert reward == pytest.approx(summary["evaluations"][-1]["shapes"], abs=1e-6)
 
 
 def check_export(run: Path) -> None:

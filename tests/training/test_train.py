@@ -37,7 +37,6 @@ def summary_of(run: Path) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.usefixtures("drawn_charts")
 def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_path: Path) -> None:
     done, run = command("experiment=smoke", "hydra.run.dir=run"), tmp_path / "run"
     assert done.status == 0, done.err
