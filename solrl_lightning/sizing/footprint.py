@@ -106,14 +106,17 @@ def fit(footprint: Footprint, most: Options, room: float) -> Options:
     rows, sampled, images = (halvings(most[key]) for key in OPTIONS[-3:])
     enough = [n for n in rows if n >= min(_FEWEST_ROWS, rows[0])]
     training = [*product(CHECKPOINTING, enough), *product([True], rows)]
-    choices: list[Options] = [
-        dict(zip(OPTIONS, (*stored, device, *trained, *batches), strict=True))
-        for stored, device, trained, batches in product(
-            weights, ("device", "cpu"), training, list(product(sampled, images))
-        )
-    ]
-    fitting = (options for options in choices if footprint.peak(options) <= room)
-    return next(fitting, None) or min(choices, key=footprint.peak)
+    least, smallest = math.inf, most
+    for stored, device, trained, batches in product(
+        weights, ("device", "cpu"), training, list(product(sampled, images))
+    ):
+        options = dict(zip(OPTIONS, (*stored, device, *trained, *batches), strict=True))
+        peak = footprint.peak(options)
+        if peak <= room:
+            return options
+        if peak < least:
+            least, smallest = peak, options
+    return smallest
 
 
 def halvings(number: int) -> list[int]:
