@@ -289,13 +289,13 @@ MUTANTS: dict[str, list[Edit]] = {
         ("no std", "(std + eps)", "1.0", ADVANTAGES),
         (
             "mean of all prompts",
-            "((rewards - rewards.mean(dim=1, keepdim=True))",
-            "((rewards - rewards.mean())",
+            "((merits - merits.mean(dim=1, keepdim=True))",
+            "((merits - merits.mean())",
             ADVANTAGES,
         ),
         ("sample std", "(squares / count)", "(squares / (count - 1))", ADVANTAGES),
-        ("std around the rank's mean", "rewards - total / count", "rewards - rewards.mean()", ADVANTAGES),
-        ("float32 advantages", "rewards.double()\n    count", "rewards.float()\n    count", ADVANTAGES),
+        ("std around the rank's mean", "merits - total / count", "merits - merits.mean()", ADVANTAGES),
+        ("float32 advantages", "merits.double()\n    count", "merits.float()\n    count", ADVANTAGES),
     ],
     "solrl_lightning/iteration.py": [
         ("page without requantisation", "        module.requantize(iteration)\n", "", PAGE),

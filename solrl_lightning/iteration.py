@@ -2,8 +2,8 @@
 
     python -m solrl_lightning.iteration experiment=smoke seed=3
 
-``training/loop.py`` adds ranks, checkpoints, callbacks, evaluations of the average of the trained weights, exploration
-in other processes, and encodes the prompts of several iterations at once.
+``training/loop.py`` adds ranks, checkpoints, callbacks (one keeps an average of the trained weights), evaluations of
+that average, and exploration in other processes, and encodes the prompts of several iterations at once.
 
 Shapes: P prompts, N candidates of each, K kept, R rewards that have a weight. A latent has the model's shape: FLUX's
 are tokens x channels. ``rollout/records.py`` has the shape and dtype of each tensor; the LoRA is float32.
@@ -31,7 +31,7 @@ from solrl_lightning.training.module import SolRLModule
 def train(cfg: Run, device: torch.device) -> SolRLModule:
     """Train from the base model, and return the module with the trained weights."""
     objective, rewards = build_objective(cfg.objective), build_rewards(cfg.reward, cfg.model.frames, device)
-    # `policy` and `merged` always sample something; cfg.samplers says whether there is a shadow.
+    # The samplers `policy` and `merged` are always built, a shadow if it is in cfg.samplers, those of the stages.
     module = build_model(cfg, device, cfg.samplers, rewards, objective=objective)
     model, transformers = module.model, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
@@ -45,10 +45,10 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
 
     for iteration in range(cfg.iterations):
         prompts = schedule.for_iteration(iteration)
-        encoded = module.encode(prompts)
-        transitions = objective.transitions(stages[-1].steps, iteration)  # steps of the last stage that take noise
+        encoded = module.encode(prompts)  # embeddings, each [P, ...]; for guidance, the empty prompt's is the model's
+        transitions = objective.transitions(stages[-1].steps, iteration)  # recorded steps; none for most objectives
 
-        # Requantise: everything that samples gets the weights of the old policy.
+        # Requantise: rewrite the samplers `merged` and `shadow` from the old policy; `policy` has its LoRA already.
         module.requantize(iteration)
 
         # Explore the pool cheaply, select the best and the worst, and regenerate them in BF16 from the same noise, by
@@ -81,9 +81,10 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
                 rate.step()
                 optimizer.zero_grad()
 
-        # The old policy, which samples, follows the trained one.
+        # The old policy, which samples, follows the trained one: old <- d old + (1 - d) trained.
         transformers.trained.update_old(module.old_decay(iteration + 1))
-        print(f"iteration {iteration + 1}: proxy {explored.rewards.mean():.4f}, reward {samples.rewards.mean():.4f}")
+        proxy = f"proxy {explored.rewards.nanmean():.4f}, " if len(stages) > 1 else ""
+        print(f"iteration {iteration + 1}: {proxy}reward {samples.rewards.mean():.4f}")
     return module
 
 

@@ -73,9 +73,9 @@ class Objective(ABC):
         levels = len(self.transitions(num_steps, 0)) or num_steps
         return self.train_steps(torch.zeros(1, dtype=torch.int64), levels).shape[1]
 
-    def advantages(self, rewards: Tensor, all_reduce_sum: AllReduce = lambda total: total) -> Tensor:
-        """Return float32 [P, K] of rewards [P, K]."""
-        return group_advantages(rewards, all_reduce_sum=all_reduce_sum)
+    def advantages(self, merits: Tensor, all_reduce_sum: AllReduce = lambda total: total) -> Tensor:
+        """Return float32 [P, K] of merits [P, K]."""
+        return group_advantages(merits, all_reduce_sum=all_reduce_sum)
 
     def noisy(self, x0: Tensor, seeds: Tensor, steps: Tensor, sigmas: Tensor) -> Tensor:
         """Return x_t [B, ...] = (1 - sigma) x0 + sigma eps at ``sigmas[steps]``; eps is a function of (seed, step)."""

@@ -29,5 +29,5 @@ class DanceGRPO(GRPO):
     def transition(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
         return dance_grpo_transition(x, velocity.float(), sigma, sigma_next, eta=self.eta)
 
-    def advantages(self, rewards: Tensor, all_reduce_sum: AllReduce = lambda total: total) -> Tensor:
-        return per_prompt_advantages(rewards)
+    def advantages(self, merits: Tensor, all_reduce_sum: AllReduce = lambda total: total) -> Tensor:
+        return per_prompt_advantages(merits)

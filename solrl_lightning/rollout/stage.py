@@ -23,8 +23,8 @@ class Stage(Group):
 
     no_keys: ClassVar[tuple[str, ...]] = ("name", "keep", "with_states", "shared_noise")
     sampler: Sampler
-    """Weights that sample: shadow (the quantised copy of the policy), merged (BF16 with the LoRA merged into the
-    weights), or policy (BF16 with LoRA branches, as in training; slower)."""
+    """How the old policy samples: shadow (its quantised copy), merged (BF16 with its LoRA merged into the weights), or
+    policy (BF16 with LoRA branches, as in training; slower)."""
     steps: StepCount
     """Solver steps of the whole trajectory."""
     solver: SolverName | None = None
@@ -38,7 +38,7 @@ class Stage(Group):
     name: str = REGENERATE
     """A non-finite image scores NaN in EXPLORE and is an error in REGENERATE."""
     keep: int | None = None
-    """The best and the worst by reward, passed to the next stage or to training; None: all."""
+    """The best and the worst by merit, passed to the next stage or to training; None: all."""
     with_states: bool = True
     """Whether the states are read, by a stage that resumes them or by training; if not, they are scored and freed."""
     shared_noise: bool = False

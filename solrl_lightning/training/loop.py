@@ -10,8 +10,8 @@
 
 A stage is ``SolRLModule.run_stage``, a micro-batch ``SolRLModule.training_step``.
 
-Only this file and ``termination.py`` use Lightning's private names; ``tests/training/test_loop.py`` detects changes of
-them.
+Only this file and ``termination.py`` use private names of Lightning's loops; ``tests/training/test_loop.py`` detects
+changes of them.
 
 1. ``trainer.fit_loop`` is replaced before ``fit``. The rollout runs at the start of the epoch, after
    ``on_train_epoch_start`` (which synchronises the samplers) and before the first micro-batch is fetched.
