@@ -326,15 +326,10 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/explorers/sampler.py": [
         ("lag at the arrival", "self.version - task.version", "0", EXPLORERS),
-        ("chunk of a lost explorer forgotten", "self._queue.put(item)", "pass", EXPLORERS),
-        (
-            "chunk of a lost explorer twice",
-            "self._queue.put(item)",
-            "[self._queue.put((item[0], item[1] + k, item[2])) for k in (0, 999)]",
-            EXPLORERS,
-        ),
+        ("chunk of a lost explorer forgotten", "self._waiting.appendleft(task)", "pass", EXPLORERS),
+        ("chunk of a lost explorer twice", "appendleft(task)", "extendleft([task, task])", EXPLORERS),
         ("newest weights dropped", "= version, [ray.put(", "= version, self._weights or [ray.put(", EXPLORERS),
-        ("explored ahead beyond the last iteration", "cfg.iterations - 1", "cfg.iterations", EXPLORERS),
+        ("explored ahead beyond the last iteration", "self._cfg.iterations)", "self._cfg.iterations + 1)", EXPLORERS),
     ],
     "solrl_lightning/explorers/actor.py": [
         ("explorer keeps the first weights", "if self._weights != weights[0]:", "if not self._weights:", EXPLORERS),

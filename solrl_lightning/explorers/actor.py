@@ -6,7 +6,7 @@ torch is loaded with the module, after the actor has its place in the cluster. S
 import os
 import time
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -23,10 +23,7 @@ from solrl_lightning.rollout.stage import Stage
 class Explorer:
     """Samples and scores chunks; one is sampled while the one before is scored.
 
-    Args:
-        cfg: options of the run.
-        version: of this package in the run's process.
-        folder: its working directory, for relative paths.
+    ``version``: of this package in the run's process; ``folder``: its working directory, for relative paths.
     """
 
     def __init__(self, cfg: Run, version: str, folder: str) -> None:
@@ -39,10 +36,10 @@ class Explorer:
             os.chdir(folder)
         self.cfg, self._turn = cfg, Lock()
         self._weights: ray.ObjectRef | None = None  # that the sampler has
-        self._prompts = lru_cache(maxsize=2)(lambda ref: self._moved(ray.get(ref)))
 
+    @ray.method(max_task_retries=-1)  # as often as Ray starts it again
     def ready(self) -> str:
-        """Build the module and return the precision of its shadow; raises what ``build_model`` does."""
+        """Build the module, and return the precision of its shadow; raises what ``build_model`` does."""
         with self._turn:
             return self._module.transformers.precision_backend
 
@@ -55,9 +52,8 @@ class Explorer:
         from solrl_lightning.build import build_model, build_rewards
 
         device = torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")  # Ray hides the other GPUs
-        cfg = self.cfg
-        rewards = build_rewards(cfg.reward, cfg.model.frames, device)
-        module = build_model(cfg, device, cfg.family.exploring_samplers, rewards)
+        rewards = build_rewards(self.cfg.reward, self.cfg.model.frames, device)
+        module = build_model(self.cfg, device, self.cfg.family.exploring_samplers, rewards)
         self._submit = module.scoring_worker().__enter__()  # for as long as the process lives
         return module
 
@@ -66,11 +62,11 @@ class Explorer:
 
         return map_tensors(lambda tensor: tensor.to(device or self._module.model.device), tree)
 
-    def sample(self, weights: list[Any], prompts: list[Any], owner: Any, seeds: Any, stage: Stage, state: Any) -> Any:
+    def sample(self, weights: list[Any], prompts: Any, owner: Any, seeds: Any, stage: Stage, state: Any) -> Any:
         """Return scores [B, R], states [B, ...] and seconds of the seeds [B] of the prompts ``owner`` [B].
 
-        ``weights``, ``prompts``: the trained weights and the encoded prompts in the object store, each in a list, so
-        that Ray does not read them for every chunk. ``state``: [B, ...], or None for the seeds' noise.
+        ``weights``: in the object store, in a list, so that Ray does not read them for every chunk. ``state``:
+        [B, ...], or None for the seeds' noise.
         """
         import torch
 
@@ -82,7 +78,7 @@ class Explorer:
             if self._weights != weights[0]:
                 sampler.sync(self._moved(ray.get(weights[0])), None)
                 (self._weights,) = weights
-            encoded = self._prompts(prompts[0]).gather(owner)
+            encoded = self._moved(prompts).gather(owner)
             first = None if state is None else self._moved(state).take((slice(None), None))
             state = concatenate([chunk.state for chunk in sampler.sample(stage, encoded, seeds[:, None], first)])
             score, rewards = module.scorer(stage), module.rewards.for_training

@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import ray
 import torch
+from ray.exceptions import RayError
 
 from solrl_lightning import __version__
 from solrl_lightning.errors import UserError
+from solrl_lightning.explorers.actor import Explorer
+from solrl_lightning.explorers.sampler import REQUESTS
 from solrl_lightning.names import AUTO
 from solrl_lightning.options.precision import Precision
 from solrl_lightning.options.run import Run
@@ -20,14 +24,12 @@ from solrl_lightning.quantization.backends import recorded_precision
 
 PLACING = 60.0
 """Seconds in which a cluster must have a place for an explorer."""
-_LOCAL = "local"
-ENVIRONMENT = {  # which Ray reads when it is imported, or connects
+_LOCAL, _GPUS = "local", "CUDA_VISIBLE_DEVICES"
+ENVIRONMENT = {  # of a cluster that begins here
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # of a cluster that begins here; by default 15, so that any other process is first
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # else threads of a run that has ended join another cluster, and end with it
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",  # else Ray ends this process a minute after the cluster
+    "RAY_worker_niceness": "0",  # by default 15, so that any other process is first
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # it listens at 127.0.0.1; by default so on the systems of its name
 }
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # named after the systems where that is the default
 
 
 @contextmanager
@@ -48,20 +50,12 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         )
     if options.count < ranks:
         raise UserError(f"explorers.count={options.count} is invalid: each of the {ranks} ranks needs at least one.")
-    environment = ENVIRONMENT | (LOOPBACK if address == _LOCAL else {})
-    os.environ.update({key: value for key, value in environment.items() if key not in os.environ})
-    import ray
-    from ray.exceptions import RayError
-
-    from solrl_lightning.explorers.actor import Explorer
-    from solrl_lightning.explorers.sampler import REQUESTS
-
-    on_sigterm, visible = signal.getsignal(signal.SIGTERM), os.environ.get("CUDA_VISIBLE_DEVICES")
+    on_sigterm, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
     local: dict[str, Any] = {}
     if address == _LOCAL:
-        gpus, cpus = _other_gpus(visible, device), 1 + options.count * math.ceil(options.resources.num_cpus)
+        gpus, cpus = _other_gpus(device), math.ceil(options.count * options.resources.num_cpus)
+        os.environ.update({**ENVIRONMENT, **environment, _GPUS: ",".join(gpus)})  # those that explorers get
         local = {"num_cpus": cpus, "num_gpus": len(gpus), "include_dashboard": False}
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # which Ray gives to the explorers
     try:
         host, colon, port = address.rpartition("://")[2].rpartition(":")
         if colon:  # Ray would try for a quarter of an hour
@@ -73,11 +67,12 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         raise UserError(f"explorers.address={address} is invalid: {reason}. {fix}") from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has set its own, which ends the run without a checkpoint
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    # Ray ends this process without a word as soon as the Ray of this machine has ended.
+        for name in {_GPUS, *ENVIRONMENT} - environment.keys():
+            os.environ.pop(name, None)
+        os.environ.update(environment)
+    # Ray ends this process without a word as soon as the Ray of this machine has ended, or a minute after the head.
     resume = f"Start it again, and resume with ckpt=last hydra.run.dir={cfg.run_dir}"
-    says = f"error: the Ray of this machine has ended, or this process was killed. {resume}"
+    says = f"error: Ray has ended here or at the head of the cluster, or this process was killed. {resume}"
     witness = subprocess.Popen(["sh", "-c", 'read -r _ || echo "$0" >&2', says], stdin=subprocess.PIPE)
     try:
         needs = options.resources.model_dump(exclude_none=True)
@@ -86,8 +81,7 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         actor, arguments = ray.remote(Explorer).options(**needs, **always), (_options(cfg), __version__, os.getcwd())
         explorers = [actor.remote(*arguments) for _ in range(rank, options.count, ranks)]
         if not ray.wait([explorer.__ray_ready__.remote() for explorer in explorers], timeout=PLACING)[0]:
-            nodes = [node for node in ray.nodes() if node["Alive"]]
-            rooms = [f"{_text(node['Resources'])} on {node['NodeManagerAddress']}" for node in nodes]
+            rooms = [f"{_text(node['Resources'])} on {node['NodeManagerAddress']}" for node in ray.nodes()]
             raise UserError(
                 f"explorers.resources={needs} is invalid: the cluster has no room for an explorer. It has "
                 f"{', '.join(rooms)}; {_text(ray.available_resources())} are free. Lower them, or add a machine."
@@ -113,8 +107,9 @@ def _options(cfg: Run) -> Run:
     return cfg
 
 
-def _other_gpus(visible: str | None, device: torch.device) -> list[str]:
+def _other_gpus(device: torch.device) -> list[str]:
     """Return the GPUs of this machine without that of the run, as in CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get(_GPUS)
     names = [*map(str, range(torch.cuda.device_count()))] if visible is None else [*filter(None, visible.split(","))]
     return [name for index, name in enumerate(names) if index != device.index]
 

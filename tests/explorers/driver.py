@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ import torch
 from forks import Forks, two_ranks
 from nano import save_nano
 from PIL import Image
+from ray._private import parameter
 from ray.cluster_utils import Cluster
 
 from solrl_lightning import __version__
@@ -70,7 +72,7 @@ def options(folder: Path, family: str, *arguments: str) -> Run:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes, with room for three explorers and for one."""
-    environment = clusters.ENVIRONMENT | clusters.LOOPBACK | CHECKS | {"OMP_NUM_THREADS": "1"}
+    environment = clusters.ENVIRONMENT | CHECKS | {"OMP_NUM_THREADS": "1"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -168,27 +170,41 @@ def assert_equal(one: Explored, other: Explored) -> None:
 
 @pytest.mark.parametrize("family", ["sol_rl", "race"])
 def test_explorers_give_the_bits_of_one_process(
-    cfg: Run, module: SolRLModule, actors: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    cfg: Run, module: SolRLModule, actors: list[Any], tmp_path: Path, family: str
 ) -> None:
     cfg = options(tmp_path, family, *PREVIEW)
     module.requantize(0)
     expected = explored(cfg, module)
     for count in (1, 2, 4):
         with exploring(cfg, module, actors[:count]) as sampler:
-            put, queued = sampler._queue.put, []
-            monkeypatch.setattr(sampler._queue, "put", lambda chunk: queued.append(chunk) or put(chunk))  # noqa: B023
+            sampler._waiting = Counting()
             module.requantize(0)
             if count == 4:
-                assert answering(sampler, 4)
+                await_answering(sampler, 4)
                 hold(actors[1])
                 process = ray.get(actors[1].__ray_call__.remote(lambda self: os.getpid()))
                 Timer(0.5, os.kill, (process, signal.SIGKILL)).start()  # in the middle of two chunks
             assert_equal(expected, explored(cfg, module))
             metrics = sampler.metrics()
             assert metrics["lag"] == 0 < metrics["explorer_seconds"] and metrics["explorers_lost"] == (count == 4)
-            again = len(queued) - next(sampler._numbers)
+            again = sampler._waiting.sent - sampler._waiting.extended
             assert again in ((1, samplers.REQUESTS) if count == 4 else (0,)), "each lost chunk once more"
-    assert sampler.precision == "nvfp4 (emulated)" and answering(sampler, 4), "it starts again"
+    await_answering(sampler, 4)  # it starts again
+    assert sampler.precision == "nvfp4 (emulated)"
+
+
+class Counting(deque[Any]):
+    """Counts chunks, and how often one was sent."""
+
+    extended, sent = 0, 0
+
+    def extend(self, tasks: Any) -> None:
+        self.extended += len(tasks)
+        super().extend(tasks)
+
+    def popleft(self) -> Any:
+        self.sent += 1
+        return super().popleft()
 
 
 @contextmanager
@@ -227,11 +243,8 @@ def hold(explorer: Any) -> None:
     ray.get(explorer.__ray_call__.remote(lambda self: self._turn.acquire()))
 
 
-def answering(sampler: RaySampler, count: int) -> bool:
-    end = time.monotonic() + 60
-    while sampler.metrics()["explorers"] != count and time.monotonic() < end:
-        time.sleep(0.1)
-    return sampler.metrics()["explorers"] == count
+def await_answering(sampler: RaySampler, count: int) -> None:
+    sampler._receive_until(lambda: sampler.metrics()["explorers"] == count)
 
 
 def test_candidates_of_a_lost_node_go_to_others_and_its_explorer_starts_on_a_new_one(
@@ -244,13 +257,13 @@ def test_candidates_of_a_lost_node_go_to_others_and_its_explorer_starts_on_a_new
     nodes = ray.get([explorer.__ray_call__.remote(node_of) for explorer in actors])
     with exploring(cfg, module, actors) as sampler:
         module.requantize(0)
-        assert answering(sampler, 4)
+        await_answering(sampler, 4)
         hold(actors[nodes.index(node.node_id)])
         Timer(0.5, cluster.remove_node, (node,), {"allow_graceful": False}).start()
         assert_equal(expected, explored(cfg, module))
         assert (sampler.metrics()["explorers_lost"], sampler.metrics()["explorers"]) == (1, 3)
         cluster.add_node(num_cpus=1, **NODE)
-        assert answering(sampler, 4)
+        await_answering(sampler, 4)
         assert_equal(expected, explored(cfg, module))
 
 
@@ -272,6 +285,22 @@ def test_each_rank_explores_with_its_own(cfg: Run, runs: Forks, tmp_path: Path) 
 def assert_same_weights(folder: Path) -> None:
     one, other = (read_checkpoint(folder / f"{run}/checkpoints/last.ckpt")["state_dict"] for run in ("here", "there"))
     assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_jobs_of_a_sweep_begin_a_cluster_each(cluster: Cluster, runs: Forks, tmp_path: Path) -> None:
+    sweep = ["-m", *SMALL, "optimizer.lr=1e-4,2e-4", "explorers=ray", "hydra.sweep.dir=sweep"]
+    workers = {ray_worker.ADDRESS: os.environ[ray_worker.ADDRESS]}
+    (ended,) = runs.ranks(tmp_path, [workers], *sweep, target="explorers/driver:with_forked_workers")
+    assert ended.status == 0, ended.output
+    summaries = [json.loads(file.read_text()) for file in tmp_path.glob("sweep/*/summary.json")]
+    assert [summary["status"] for summary in summaries] == ["completed", "completed"]
+
+
+def with_forked_workers(arguments: list[str]) -> int:
+    """Run the command line, whose clusters of its own are as those of these tests."""
+    node = {name: value for name, value in NODE.items() if name != "include_dashboard"}  # which it sets itself
+    parameter.RayParams = functools.partial(parameter.RayParams, **node)
+    return main(arguments)
 
 
 @pytest.mark.parametrize("architecture", ["qwen_image_edit", "wan"])
@@ -302,7 +331,7 @@ def test_input_images_and_videos_are_explored_as_here(
     explorer = Explorer(cfg, __version__, os.getcwd())
     weights = [ray.put(module.policy_state("old"))]
     arguments = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), seeds.flatten(), stage, None
-    scores, state, _ = explorer.sample(weights, [ray.put(encoded)], *ray.get(ray.put(arguments)))
+    scores, state, _ = explorer.sample(weights, *ray.get(ray.put((encoded, *arguments))))
     torch.testing.assert_close(scores, expected.scores.flatten(0, 1), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(state.x, expected.state.x.flatten(0, 1)) and torch.equal(state.x0, expected.x0.flatten(0, 1))
 
@@ -310,20 +339,13 @@ def test_input_images_and_videos_are_explored_as_here(
 def test_explorer_that_never_answers_ends_the_run(
     cfg: Run, module: SolRLModule, actors: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last one with these explorers, because one of them is blocked, and ended.
-
-    Ray would end this process with its cluster, if a thread still waited for an answer.
-    """
-    with exploring(cfg, module, actors[:1]) as sampler:
+    """The last one with these explorers, because one of them is blocked."""
+    with exploring(cfg, module, actors[:1]):
         module.requantize(0)
         monkeypatch.setattr(samplers, "PATIENCE", 1.5)
         hold(actors[0])
         with pytest.raises(ExplorersLost, match="no explorer answers: "):
             explored(cfg, module)
-    ray.kill(actors[0])
-    for thread in sampler._threads:
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 def test_run_whose_cluster_is_gone_says_so_and_resumes(cfg: Run, runs: Forks, tmp_path: Path) -> None:
@@ -342,11 +364,11 @@ def test_run_whose_cluster_is_gone_says_so_and_resumes(cfg: Run, runs: Forks, tm
         arguments = [*SMALL, "explorers=ray", "iterations=40", "hydra.run.dir=there"]
         target = "explorers/driver:with_errors_in_a_file"
         (ended,) = runs.ranks(tmp_path, [{"RAY_TMPDIR": folder}], *arguments, target=target)
-    line = "error: the Ray of this machine has ended, or this process was killed. Start it again, and resume with ckpt="
+    line = "error: Ray has ended here or at the head of the cluster, or this process was killed. Start it again, and "
     end = time.monotonic() + 10
     while line not in (errors := (tmp_path / "errors").read_text()) and time.monotonic() < end:
         time.sleep(0.1)
-    assert ended.status == 1 and f"{line}last hydra.run.dir=" in errors, errors
+    assert ended.status == 1 and f"{line}resume with ckpt=last hydra.run.dir=" in errors, errors
     done = f"iterations={iterations_done(read_checkpoint(last)) + 1}"
     for arguments in (
         ["ckpt=last", "explorers=none", done, "hydra.run.dir=there"],

@@ -1,4 +1,4 @@
-"""The explorers' cluster, as far as it needs no Ray; driver.py has the rest."""
+"""The explorers' cluster, as far as it starts none; driver.py has the rest."""
 
 import pytest
 import torch
@@ -20,4 +20,7 @@ def test_gpu_of_the_run_is_not_the_explorers(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str, others: list[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert _other_gpus(visible, torch.device(device)) == others
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _other_gpus(torch.device(device)) == others

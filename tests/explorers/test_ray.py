@@ -11,8 +11,6 @@ import pytest
 from forks import Forks, ForksOfThisProcess
 from ray_worker import forked_workers
 
-from solrl_lightning.explorers.cluster import ENVIRONMENT
-
 TESTS = Path(__file__).parents[1]
 
 
@@ -39,7 +37,6 @@ def run_driver(arguments: list[str]) -> int:
     (folder,) = arguments
     os.chdir(TESTS.parent)
     sys.path.insert(0, str(TESTS.parent))
-    os.environ |= ENVIRONMENT  # before Ray is imported
     with ForksOfThisProcess() as forks, forked_workers():
         imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # before pytest could rewrite their assertions
         options = ["-n", "0", "-p", "no:cacheprovider", f"--basetemp={folder}/driver", *imported]
