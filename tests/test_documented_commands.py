@@ -49,6 +49,9 @@ SIZES = r" ?\b(seed|iterations|evaluation\.every|prompts_per_iteration|task\.(de
 SIZES += r"family\.(pool|keep|compile)|model\.rollout_batch|data\.eval_prompts)=\S+"
 SMALL = "prompts_per_iteration=1 data.eval_prompts=1 callbacks.sample_grid.every=0 family.compile=false".split()
 SMALL += ["model.eval_steps=2"]
+SMALL_NOTEBOOK = (
+    "data.eval_prompts=2 data.eval_images=1 model.eval_steps=1 callbacks.rank_correlation.probe_every=2".split()
+)
 SMALL_TASK = {"train": ["iterations=1", "data.eval_images=1"]}
 
 
@@ -160,7 +163,9 @@ def test_cells_of_the_notebook_run(command: Callable[..., Any]) -> None:
     for source in ("".join(cell["source"]) for cell in cells_of("code")):
         if source.startswith("!python -m solrl_lightning"):
             words = shlex.split(source)[3:]
-            ended = command(*words, *(["experiment=smoke"] if "smoke" not in source and "task=" not in source else []))
+            if "task=" not in source:
+                words += [*SMALL_NOTEBOOK, *([] if "smoke" in source else ["experiment=smoke"])]
+            ended = command(*words)
             assert ended.status == 0, ended.err
         elif source.startswith("!"):
             clone, install = source.splitlines()  # of this package, which is installed
