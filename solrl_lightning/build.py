@@ -27,7 +27,7 @@ from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.cli.config import ConfigTree, own_sources
-from solrl_lightning.cli.launch import advice, check_world
+from solrl_lightning.cli.launch import advice, check_world, renew_store
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.data.prompts import PromptSchedule, PromptSets
 from solrl_lightning.errors import UserError
@@ -139,6 +139,7 @@ def load_weights(module: SolRLModule, cfg: Run) -> None:
 
 def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_nodes: Mapping[str, Any]) -> Trainer:
     """Return the trainer with the chosen callbacks and loggers."""
+    renew_store()
     callbacks_by_name = _made_each("callbacks", callback_nodes, Callback)
     _check_callbacks(callbacks_by_name)
     callbacks = [*callbacks_by_name.values()]

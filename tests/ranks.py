@@ -5,6 +5,7 @@ Everything runs in batches of one row, so that no number depends on what else a 
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ class TerminateRank1(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         if (trainer.global_rank, trainer.current_epoch) == (1, 1):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class KillRank1(Callback):
+    """Kills one of two ranks once. The other one is late when torchrun has started both again."""
+
+    def __init__(self) -> None:
+        if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("1", "0"):
+            time.sleep(1)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if (os.environ["TORCHELASTIC_RESTART_COUNT"], trainer.global_rank, trainer.current_epoch) == ("0", 1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Results(Callback):

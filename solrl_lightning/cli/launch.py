@@ -8,9 +8,12 @@ import re
 import sys
 from datetime import datetime
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from solrl_lightning.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _OTHERS = ("OMPI_COMM_WORLD", "PMI", "JSM_NAMESPACE")  # mpirun of Open MPI, of MPICH and Intel MPI; jsrun
 _OF_LIGHTNING = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # read while it is imported
@@ -160,11 +163,35 @@ def _others() -> bool:
     return any(_number(f"{name}_SIZE", 1) > 1 for name in _OTHERS)
 
 
-def _time_of_first(pattern: str) -> str:
+@cache
+def renew_store() -> object:
+    """Return the store, held by rank 0, by which ranks that torchrun has started again find each other; else None.
+
+    PyTorch 2.15 lets them use torchrun's, with the addresses of the ranks before: one that came first took them for
+    those of the others, and connected to nothing.
+    """
+    if not _torchrun() or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    from torch.distributed import TCPStore
+
+    of_restart, address = _store_of_torchrun(), os.environ["MASTER_ADDR"]
+    renewed = TCPStore(address, 0, is_master=True, multi_tenant=True) if is_first() else None
+    if renewed is not None:
+        of_restart.set("port", str(renewed.port))
+    os.environ |= {"MASTER_PORT": of_restart.get("port").decode(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return renewed
+
+
+def _store_of_torchrun() -> "Store":
+    """Return the part that belongs to this start of the ranks."""
     from torch.distributed import PrefixStore, TCPStore  # here: only ranks of torchrun need it
 
     server = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store = PrefixStore(f"solrl_lightning/{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+    return PrefixStore(f"solrl_lightning/{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+
+
+def _time_of_first(pattern: str) -> str:
+    store = _store_of_torchrun()
     if is_first():
         store.set(pattern, datetime.now().strftime(pattern))
     return store.get(pattern).decode()

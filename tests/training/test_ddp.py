@@ -124,6 +124,25 @@ def test_sigterm_of_one_rank_ends_all(forks: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_torchrun_continues_after_a_rank_was_killed(forks: Forks, tmp_path: Path) -> None:
+    node = {"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "1", "PET_MASTER_PORT": str(free_port())}
+    job = [
+        *JOB,
+        "data.eval_prompts=2",
+        "~logger",
+        "iterations=2",
+        "trainer.devices=2",
+        "ckpt=auto",
+        "hydra.run.dir=out",
+    ]
+    (ended,) = forks.ranks(tmp_path, [node], *job, "+callbacks.kill._target_=ranks.KillRank1", target="forks:torchrun")
+    assert ended.status == 0, ended
+    facts = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (facts["status"], facts["iterations"]) == ("completed", 2)
+    assert "iterations done: 1" in ended.output
+
+
+@pytest.mark.slow
 def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(forks: Forks, tmp_path: Path) -> None:
     torchrun = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     torchrun |= {"PET_MASTER_PORT": str(free_port())}
