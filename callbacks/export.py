@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning.artifacts.files import read_checkpoint
@@ -25,7 +26,8 @@ class ExportLoRA(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # A WriteError means that the disk is full, and a second error here would hide the first; after a NonFiniteError
         # the weights may have diverged.
-        if trainer.training and trainer.global_step > 0 and not isinstance(exception, WriteError | NonFiniteError):
+        fits = trainer.state.fn == TrainerFn.FITTING  # or evaluates between iterations
+        if fits and trainer.global_step > 0 and not isinstance(exception, WriteError | NonFiniteError):
             # Sharded weights are gathered by all ranks, which only this exception reaches together.
             sharded = is_sharded(module_of(pl_module).policy_state("default"))
             if not sharded or isinstance(exception, SIGTERMException):

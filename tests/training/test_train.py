@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from solrl_lightning.machine import interrupts
 from solrl_lightning.training.module import SolRLModule
 
 Command = Callable[..., Any]
@@ -180,17 +181,29 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_summary(command: Command, tmp_path: Pa
     assert "interrupted after" in done.out and "Traceback" not in done.out + done.err
 
 
-def test_sigterm_during_the_first_evaluation_ends_the_run_as_shells_know_it(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("number", "evaluations"), [(signal.SIGTERM, 0), (signal.SIGHUP, 1)])
+def test_a_signal_during_an_evaluation_ends_the_run_with_its_results(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, evaluations: int
 ) -> None:
     validation_step = SolRLModule.validation_step
 
-    def terminated(self: SolRLModule, prompts: list[str], batch_idx: int) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+    def signalled(self: SolRLModule, prompts: list[str], batch_idx: int) -> None:
+        if self.trainer.global_step == evaluations:
+            os.kill(os.getpid(), number)
         validation_step(self, prompts, batch_idx)
 
-    monkeypatch.setattr(SolRLModule, "validation_step", terminated)
-    done = command(*LONG, "hydra.run.dir=run")
-    assert done.status == 143 and done.err.endswith("terminated\n")
+    monkeypatch.setattr(SolRLModule, "validation_step", signalled)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+    interrupts.restore()
+    done = command(*LONG, "iterations=2", "hydra.run.dir=run")
+    signal.signal(signal.SIGHUP, before)
+    assert done.status == 143 and "terminated\n" in done.err
     summary = summary_of(tmp_path / "run")
-    assert (summary["status"], summary["iterations"]) == ("interrupted", 0)
+    assert (summary["status"], summary["iterations"]) == ("interrupted", evaluations)
+    assert (tmp_path / "run" / "lora").is_dir() == (evaluations > 0)
+
+
+def test_a_program_of_nohup_goes_on_without_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupts.restore()
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
