@@ -11,15 +11,18 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.policies.config_files import ASSETS
+
+if TYPE_CHECKING:
+    import pyarrow
 
 HUB = "hf://"
 GITHUB = "https://raw.githubusercontent.com"
@@ -33,6 +36,7 @@ _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _TABLES = (".parquet", *_SEPARATORS)
 _JSON_LINES, _PROMPT = (".jsonl", ".ndjson"), "prompt"
 _NEEDLESS_QUOTES = re.compile(r'(?<![^\t])"[^"\t]+"(?![^\t])')  # around a whole value without quotes and tabs
+_TAG_RULE = 'the "tag" of a prompt must be a string'
 _NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 
 
@@ -43,11 +47,15 @@ def _shapes(split: str) -> list[Prompt]:
 
 
 def _pickapic(split: str) -> list[Prompt]:
-    return [record for record in _read_hub(PICKAPIC, split, "caption") if record.text.count(" ") >= PICKAPIC_SPACES]
+    return [
+        record
+        for record in _read_hub(PICKAPIC, split, "caption", others={})
+        if record.text.count(" ") >= PICKAPIC_SPACES
+    ]
 
 
 def _hpdv2(*styles: str) -> list[Prompt]:
-    files = {style: _read_hub(HPDV2, "train", "text", f"benchmark/{style}.json") for style in styles}
+    files = {style: _read_hub(HPDV2, "train", "text", f"benchmark/{style}.json", {}) for style in styles}
     return [Prompt(record.text, {"tag": style}) for style, records in files.items() for record in records]
 
 
@@ -65,7 +73,7 @@ SOURCES: dict[str, Callable[[], list[Prompt]]] = {
     "ocr-train": lambda: _read_github(DIFFUSION_NFT, "dataset/ocr/train.txt"),
     "ocr-test": lambda: _read_github(DIFFUSION_NFT, "dataset/ocr/test.txt"),
     "drawbench": lambda: _read_github(DIFFUSION_NFT, "dataset/drawbench/test.txt"),
-    "partiprompts": lambda: _read_hub(PARTI, "train", "Prompt", tag="Category"),
+    "partiprompts": lambda: _read_hub(PARTI, "train", "Prompt", others={"Category": "tag"}),
     "hpdv2-train": lambda: _read_github(DANCE_GRPO, "assets/prompts.txt"),
     "hpdv2": lambda: _hpdv2(*HPDV2_STYLES),
     **{f"hpdv2-{style}": partial(_hpdv2, style) for style in HPDV2_STYLES},
@@ -238,7 +246,7 @@ def _json_record(line: str, column: str) -> Prompt | str:
         rule = f'every line of a .jsonl file must have a string under "{column}", the key that data.column names'
         return f"{rule}; this one has {value}"
     if tag is not None and not isinstance(tag, str):
-        return f'the "tag" of a prompt must be a string; got {tag!r}'
+        return f"{_TAG_RULE}; got {tag!r}"
     return Prompt(prompt, {key: value for key, value in row.items() if key != column})
 
 
@@ -266,7 +274,7 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
     if separator == "\t":
         _check_needless_quotes(text, path)
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-    values: list[str] = []
+    records: list[Prompt] = []
     line = 1  # on which the row begins
     try:
         names = next(rows, [])
@@ -284,14 +292,16 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
                 raise csv.Error("the value continues on the next line, which only values of a .csv file may")
             for value in row[place : place + 1]:
                 check_text(value, f"{path} line {line}")
-                values.append(value)
+                others = {key: other for key, other in zip(names, row, strict=True) if key != column}
+                # An index that pandas has written has no name.
+                records.append(Prompt(value, {key: other for key, other in others.items() if key and other}))
             line = rows.line_num + 1
     except csv.Error as error:
         raise UserError(
             f"{path} line {line} is invalid: {error}. A value that begins with a double quote must end with one, and "
             'each between them is doubled, as in """OPEN"" sign". Correct that line.'
         ) from error
-    return _table_records(values, column, str(path))
+    return records
 
 
 def _check_needless_quotes(text: str, path: Path) -> None:
@@ -315,14 +325,15 @@ def _read_parquet(path: Path, column: str) -> list[Prompt]:
     try:
         check_fetched(path, f"the prompt file {path} is invalid")
         table = parquet.ParquetFile(path)
-        _check_column(table.schema_arrow.names, column, str(path))
-        values = table.read([column]).column(0).to_pylist()
+        schema = table.schema_arrow
+        _check_column(schema.names, column, str(path))
+        read = table.read([field.name for field in schema if field.name == column or _is_json(field.type)])
     except (ArrowException, OSError) as error:
         raise UserError(
             f"the prompt file {path} is invalid: it must be a parquet file, and its {path.stat().st_size} bytes are "
             f"damaged or of another format. Write it again. pyarrow: {sentence(error)}"
         ) from error
-    return _table_records(values, column, str(path))
+    return _table_records(read, column, str(path))
 
 
 def _check_column(columns: list[str], column: str, name: str) -> None:
@@ -333,23 +344,55 @@ def _check_column(columns: list[str], column: str, name: str) -> None:
         )
 
 
-def _table_records(values: list[Any], column: str, name: str) -> list[Prompt]:
-    """Return records of a column's values. A row without a value becomes a blank prompt, which ``prompts`` drops."""
-    for row, value in enumerate(values):
+def _is_json(kind: "pyarrow.DataType") -> bool:
+    """Return whether JSON has the values of a column, as metadata must be: not bytes of images, and no times."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return all(_is_json(kind.field(place).type) for place in range(kind.num_fields))
+    if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
+        return _is_json(kind.value_type)
+    scalars = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating)
+    return any(is_kind(kind) for is_kind in scalars)
+
+
+def _present(value: Any) -> Any:
+    """Return a value of a table without the missing ones in it; None for one that is missing, such as NaN."""
+    if isinstance(value, dict):
+        return {key: of_key for key, each in value.items() if (of_key := _present(each)) is not None}
+    if isinstance(value, list):
+        return [_present(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _table_records(table: "pyarrow.Table", column: str, name: str) -> list[Prompt]:
+    """Return the records of a table. A row without a value in ``column`` is a blank prompt, which ``prompts`` drops."""
+    others = [field.name for field in table.schema if field.name != column and _is_json(field.type)]
+    values, rows = table.column(column).to_pylist(), table.select(others).to_pylist()
+    records = []
+    for row, (value, metadata) in enumerate(zip(values, map(_present, rows), strict=True)):
         if value is not None and not isinstance(value, str):
             raise UserError(
                 f"data.column={column} is invalid: the column must hold strings; {name} holds {value!r} in row {row}. "
                 "Set data.column=<name> to another column, or write one of strings."
             )
         check_text(value or "", f"{name} row {row}")
-    return [Prompt(value or "") for value in values]
+        if not isinstance(metadata.get("tag", ""), str):
+            raise UserError(f"{name} row {row} is invalid: {_TAG_RULE}; got {metadata['tag']!r}. Rename that column.")
+        records.append(Prompt(value or "", metadata))
+    return records
 
 
 # The hub
 
 
-def _read_hub(dataset: str, split: str, column: str, file: str | None = None, tag: str | None = None) -> list[Prompt]:
-    """Read a split of a data set, or one of its files; ``tag`` is the column of the kind of prompt."""
+def _read_hub(
+    dataset: str, split: str, column: str, file: str | None = None, others: Mapping[str, str] | None = None
+) -> list[Prompt]:
+    """Read a split of a data set, or one of its files.
+
+    ``others`` are the names of its other columns, with those of the metadata; by default it is all of them, unchanged.
+    """
     import datasets
 
     name = f"{HUB}{dataset}/{split}"
@@ -374,10 +417,9 @@ def _read_hub(dataset: str, split: str, column: str, file: str | None = None, ta
             "load it with datasets, write it with to_parquet('prompts.parquet'), and name that file."
         ) from error
     _check_column(table.column_names, column, name)
-    records = _table_records(table.data.column(column).to_pylist(), column, name)
-    if tag is None:
-        return records
-    return [Prompt(record.text, {"tag": kind}) for record, kind in zip(records, table[tag], strict=True)]
+    if others is not None:
+        table = table.select_columns([column, *others]).rename_columns(dict(others))
+    return _table_records(table.data.table, column, name)
 
 
 def _read_github(repository: str, file: str) -> list[Prompt]:

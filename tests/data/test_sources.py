@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -102,6 +103,24 @@ def test_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_pat
         read_records(path, "caption")
 
 
+def test_the_other_columns_of_a_table_are_metadata_as_the_keys_of_json_lines(tmp_path: Path) -> None:
+    include = [{"class": "owl", "count": 3}, {"class": "cat", "color": "red"}]  # arrow fills the keys that one lacks
+    rows = [{"prompt": "fog", "tag": "mood", "include": include, "weight": 0.5}, {"prompt": "rain", "seed": 3}]
+    lines = write(tmp_path / "a.jsonl", *map(json.dumps, rows))
+    names = ("prompt", "tag", "include", "weight", "seed")
+    columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
+    columns["image"] = [{"bytes": b"x", "path": None}] * 2
+    columns |= {"day": [datetime(2026, 1, 1)] * 2, "score": [float("nan")] * 2, "style": pyarrow.array(["oil", None])}
+    columns["style"] = columns["style"].dictionary_encode()
+    first, second = read_records(lines, "prompt")
+    of_style = [Prompt(first.text, {**first.metadata, "style": "oil"}), second]
+    assert read_records(write_table(tmp_path / "a.parquet", **columns), "prompt") == of_style
+    table = write(tmp_path / "a.csv", ",tag,prompt,seed", "0,mood,fog,", "1,,rain,3")
+    assert read_records(table, "prompt") == [Prompt("fog", {"tag": "mood"}), Prompt("rain", {"seed": "3"})]
+    with pytest.raises(UserError, match=r'a.parquet row 1 is invalid: the "tag" .* must be a string; got 2. Rename'):
+        read_records(write_table(tmp_path / "a.parquet", prompt=["a", "b"], tag=[None, 2]), "prompt")
+
+
 @pytest.mark.parametrize(("name", "separator"), [("prompts.csv", ","), ("prompts.TSV", "\t")])
 def test_csv_and_tsv_files_give_the_column(tmp_path: Path, name: str, separator: str) -> None:
     rows = [
@@ -197,7 +216,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_data_set_of_the_hub_is_read_by_split_and_column_and_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(hub / "owner/name/data/train-00000-of-00001.parquet", caption=["a cat", None, "a dog"], votes=[1, 2, 3])
     write_table(hub / "owner/name/data/test-00000-of-00001.parquet", caption=["fog"], votes=[1])
-    assert identities(read_prompts("hf://owner/name/train", "caption")) == ["a cat", "a dog"]
+    assert read_prompts("hf://owner/name/train", "caption") == [
+        Prompt("a cat", {"votes": 1}),
+        Prompt("a dog", {"votes": 3}),
+    ]
     assert identities(read_prompts("hf://owner/name/test", "caption")) == ["fog"]
     with pytest.raises(UserError, match="the columns of hf://owner/name/train are caption, votes"):
         read_prompts("hf://owner/name/train")
