@@ -40,6 +40,7 @@ _ONE_EACH = (
 )  # a run has one option of each
 _SEPARATORS = (",", "=")
 _UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads without quotes, in ASCII
+_QUOTED_HOME = re.compile(r"""(?<=[=,\[{:(\s])(["'])~/""")
 
 
 class _OwnOptions(SearchPathPlugin):
@@ -246,11 +247,9 @@ def _whole(arguments: Sequence[str], index: int) -> str:
 
 
 def _with_home(override: Override) -> str:
-    """Return the argument of ``override``, with the home folder for ``~`` at the beginning of its value."""
-    line, value = str(override.input_line), override.value()
-    if not isinstance(value, str) or not value.startswith("~/"):
-        return line
-    return f"{line.partition('=')[0]}={quoted(os.path.expanduser(value))}"
+    """Return the argument of ``override``, with the home folder for ``~`` at the beginning of each text in quotes."""
+    home = os.path.expanduser("~/")
+    return _QUOTED_HOME.sub(lambda quote: quote[1] + home.replace(quote[1], f"\\{quote[1]}"), str(override.input_line))
 
 
 def _swept(override: Override, every: bool) -> list[str]:

@@ -1,6 +1,7 @@
 """The configuration of a run, typed and checked: every key with its bounds, and the rules over several keys."""
 
 from collections.abc import Mapping
+from os.path import expanduser
 from typing import Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -101,9 +102,12 @@ class Run(Group):
 
     @classmethod
     def of(cls, cfg: DictConfig) -> "Run":
-        """Return the options of an application config. UserError for the first that is invalid."""
+        """Return the options of an application config. UserError for the first that is invalid.
+
+        ``~/`` at the beginning of a text is the home folder.
+        """
         try:
-            tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+            tree = _at_home(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
         except OmegaConfBaseException:  # an invalid value may be why others that refer to it have none
             tree = OmegaConf.to_container(cfg, resolve=False)
             for error in cls._errors(tree):
@@ -317,3 +321,12 @@ class Run(Group):
             raise Broken("this family does not explore.", "explorers.count", fix)
         if self.explorers.count and self.is_sharded:
             raise Broken("trainer=fsdp explores with its own ranks.", "explorers.count", fix)
+
+
+def _at_home(value: Any) -> Any:
+    """Return a value with the home folder for ``~`` at the beginning of each of its texts."""
+    if isinstance(value, dict):
+        return {key: _at_home(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_at_home(each) for each in value]
+    return expanduser(value) if isinstance(value, str) and value.startswith("~/") else value

@@ -236,6 +236,25 @@ def test_option_with_a_default_needs_no_key_in_a_file(arguments: str, added: str
         assert tree.completed(arguments.split()) == added.split()
 
 
+def test_the_home_folder_is_known_in_files_and_in_every_quoted_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/o'neill")
+    (tmp_path / "reward").mkdir()
+    text = "defaults: [shapes]\nshapes: {other: {files: [~/a, a~/b]}, detector: ~/c}"
+    (tmp_path / "reward" / "mine.yaml").write_text(text)
+    arguments = ["hydra.sweep.dir='~/x'", 'data.train="~/a.txt","~/b.txt"', "+task.files=[a, '~/c', 'a ~/d']"]
+    with ConfigTree(config_dir=str(tmp_path)) as tree:
+        at_home = tree.completed(arguments)
+        cfg = application_config(tree.compose(["reward=mine"]), tmp_path)
+    home = "/home/o'neill"
+    escaped = home.replace("'", r"\'")
+    tables = f'data.train="{home}/a.txt","{home}/b.txt"'
+    assert at_home == [f"hydra.sweep.dir='{escaped}/x'", tables, f"+task.files=[a, '{escaped}/c', 'a ~/d']"]
+    shapes = Run.of(cfg).reward.members["shapes"]
+    assert shapes["other"] == {"files": [f"{home}/a", "a~/b"]} and shapes["detector"] == f"{home}/c"
+
+
 def test_error_of_a_key_that_nothing_takes_suggests_no_plus() -> None:
     for argument in ("family.pol=3", "task.x=1", "iterationss=2"):
         with ConfigTree() as tree, pytest.raises(UserError) as error:
