@@ -974,7 +974,6 @@ MUTANTS: dict[str, list[Edit]] = {
         ("dots in other units than the axis", 'at["mean"] / scale', 'at["mean"]', COMPARE),
     ],
     "solrl_lightning/sizing/plan.py": [
-        ("cards without the optional packages", ", packages=packages)", ")", CARDS),
         (
             "every card holds packed weights",
             "replica_bytes(weights, replaced, names, each.bits_per_weight)",

@@ -27,7 +27,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from yaml import YAMLError
 
 from solrl_lightning.artifacts.formatting import quoted
@@ -285,18 +285,17 @@ def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
 def without_hydra(cfg: DictConfig, run_dir: str | Path) -> Iterator[DictConfig]:
     """Return the same configuration while it can be resolved."""
     with resolvable(cfg):
-        cfg = cfg.copy()
-        with open_dict(cfg):
-            cfg.run_dir = str(run_dir)
-            del cfg["hydra"]
-        yield cfg
+        application = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+        application.run_dir = str(run_dir)
+        OmegaConf.set_struct(application, True)
+        yield application
 
 
 @contextmanager
 def resolvable(cfg: DictConfig) -> Iterator[None]:
     """Give ``${hydra:...}`` the values of a composed configuration, as in its job."""
     before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(cfg)
+    HydraConfig.instance().cfg = cfg  # type: ignore[assignment]  # which set_config copies
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from solrl_lightning.policies.checkpointing import blocks_of
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan
 from solrl_lightning.quantization import plan as plan_layers
-from solrl_lightning.quantization.backends import PACKAGES, PACKED_BITS, Hardware, hardware_of
+from solrl_lightning.quantization.backends import PACKED_BITS, Hardware, hardware_of
 from solrl_lightning.quantization.first_run import first_run
 from solrl_lightning.rollout.stage import Sigmas
 from solrl_lightning.sizing.footprint import (
@@ -173,10 +173,9 @@ def layer_statistics(layers: Sequence[LayerPlan]) -> Json:
 
 
 def cards_of(task: PlanOptions, device: torch.device) -> list[Card]:
-    """Return this machine's GPU, if ``device`` is one, and ``task.cards``, with all optional packages."""
-    packages = frozenset(PACKAGES)
+    """Return this machine's GPU, if ``device`` is one, and ``task.cards``."""
     cards = [
-        Card(Hardware(card.name, capability=divmod(round(10 * card.capability), 10), packages=packages), card.memory)
+        Card(Hardware(card.name, capability=divmod(round(10 * card.capability), 10)), card.memory)
         for card in task.cards
     ]
     if device.type == "cuda":
