@@ -64,24 +64,6 @@ def passes() -> Passes:
     return trace(embedded(), adapters())[0]
 
 
-@pytest.fixture(autouse=True)
-def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trace a model, as it is trained, for the first plan of it."""
-
-    def trace_once(model: Any, train: Callable[[Any], Any], recomputed: Any) -> Any:
-        key = repr((model.transformer.config, train, recomputed))
-        if key not in TRACED:
-            TRACED[key], trained = trace(model, train, recomputed)
-            return TRACED[key], trained
-        with torch.device(model.device):
-            return TRACED[key], train(model.transformer)
-
-    monkeypatch.setattr("solrl_lightning.sizing.plan.trace", trace_once)
-
-
-TRACED: dict[str, Passes] = {}
-
-
 def test_tokens_are_counted_in_linear_layers_and_convolutions() -> None:
     linear, pointwise = nn.Linear(6, 8, device="meta"), nn.Conv2d(8, 3, 1, device="meta")
     layers = nn.ModuleDict({"linear": linear, "pointwise": pointwise, "unused": nn.Linear(1, 1)})
