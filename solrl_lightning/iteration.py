@@ -1,5 +1,7 @@
 """Sol-RL on one device, on one page and without Lightning's Trainer: equal to the command, on a CPU bit for bit.
 
+It begins with the base model; ckpt, model.init_lora and max_seconds are not read.
+
     python -m solrl_lightning.iteration experiment=smoke seed=3
 
 ``training/loop.py`` adds ranks, checkpoints, callbacks (one keeps an average of the trained weights), evaluations of
@@ -36,9 +38,13 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     model, transformers = module.model, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
-    stages = cfg.family.stages(model.sigmas, objective.solver, objective.shared_noise)  # explore ..., regenerate
+    stages = cfg.family.stages(
+        model.sigmas, objective.solver, objective.shared_noise
+    )  # explore ..., regenerate; or one
     sigmas = model.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
-    rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt: each sample at some levels
+    rows = cfg.family.keep * objective.rows_per_sample(
+        stages[-1].steps
+    )  # of a prompt: a sample has a share of the levels
     # Micro-batches of equal size, at most cfg.model.micro_batch rows, on 1 rank.
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
     schedule = PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed)
@@ -46,7 +52,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     for iteration in range(cfg.iterations):
         prompts = schedule.for_iteration(iteration)
         encoded = module.encode(prompts)  # embeddings, each [P, ...]; for guidance, the empty prompt's is the model's
-        transitions = objective.transitions(stages[-1].steps, iteration)  # recorded steps; none for most objectives
+        transitions = objective.transitions(stages[-1].steps, iteration)  # recorded steps, of GRPO only
 
         # Requantise: rewrite the samplers `merged` and `shadow` from the old policy; `policy` has its LoRA already.
         module.requantize(iteration)
@@ -57,7 +63,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         explored, samples, proxy_merits = run_family(stages, encoded, seeds, module.run_stage, transitions)
 
         # Train on the samples and rewards of the last stage, not on proxies. By default an advantage is the merit minus
-        # the mean of its prompt, divided by the standard deviation of all; the loss clips it.
+        # the mean of its prompt, divided by the standard deviation of all samples; most losses clip it.
         merits = rewards.for_training.merits(samples.scores)  # scores [P, K, R]; by default their weighted sum [P, K]
         advantages = objective.advantages(merits)  # [P, K]
         rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)

@@ -1,6 +1,6 @@
 """Advantages from the merits of the kept samples, in the forms of the published codes.
 
-Mean and standard deviation are over the K kept samples, not over the pool of N. The losses clip the advantages.
+Mean and standard deviation are over the K kept samples, not over the pool of N. Most losses clip the advantages.
 
 Shapes: P prompts of this rank, K kept.
 """

@@ -54,7 +54,7 @@ _MEANINGS = {
     "train/loss": "What the optimiser minimises; it need not fall while the reward rises.",
     "train/kl": "Distance of the policy's velocity from the base's. A steep rise announces a collapse.",
     "train/grad_norm": "Norm of the gradient before clipping.",
-    "train/clipped": "Share of advantages beyond the clip.",
+    "train/clipped": "Share beyond the clip: of advantages (nft), or of likelihood ratios (awm, GRPO).",
     "train/drift": "Distance of the policy's velocity from that of the old policy, which sampled.",
     "train/policy": "The part of the loss that depends on the rewards.",
     "train/positive": "Error of the velocity against the samples. Good samples lower it.",
