@@ -199,6 +199,11 @@ def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant:
                 f"model.variant={variant or 'null'} is invalid: the weights in {folder} are of the variant "
                 f"{' or '.join(variants)}. Set model.variant={variants[0]}."
             )
+        if pickled := sorted(folder.glob("*.bin")):
+            raise UserError(
+                f"{folder} is invalid: its weights are in {pickled[0].name}, and must be in safetensors files. Load "
+                "the pipeline with diffusers, and save_pretrained(<folder>) without safe_serialization=False."
+            )
     config = json.loads((folder / "config.json").read_text())
     files = folder.glob(f"*.{variant}[.-]*" if has_variant else "*.safetensors")
     read = [file for file in files if file.suffix == ".safetensors" and (has_variant or file.name.count(".") == 1)]
@@ -211,6 +216,11 @@ def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant:
     options = dict(dtype=dtype, variant=variant if has_variant else None, use_safetensors=True)
     module, info = component_class.from_pretrained(str(folder), output_loading_info=True, **options)
     missing = sorted(info["missing_keys"])
+    if missing and any(".base_layer." in name for name in info["unexpected_keys"]):
+        raise UserError(
+            f"{folder} is invalid: its files have the layers of a LoRA that was loaded when it was saved. Save the "
+            "pipeline again after pipe.unload_lora_weights(), and pipe.fuse_lora() before that to keep the LoRA."
+        )
     if missing:
         raise UserError(
             f"every weight of a {component_class.__name__} must be in its files; {folder} lacks {len(missing)} of "

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, FluxPipeline, SanaPipeline
+from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel, SanaPipeline
 from fake_hub import COMMIT, REPOSITORY, FakeHub, serving
 from nano import BUILDERS, PROMPTS, load_nano, model_class, prompts_of
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from take_away import POINTER
 
@@ -65,6 +66,12 @@ def pickle_weights(folder: Path) -> None:
     file.unlink()
 
 
+def save_with_lora(folder: Path) -> None:
+    transformer = FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer")
+    transformer.add_adapter(LoraConfig(r=1, target_modules=["to_q"]))
+    transformer.save_pretrained(folder / "transformer")
+
+
 def cast_weights(file: str, dtype: torch.dtype) -> Damage:
     def cast(folder: Path) -> None:
         save_file({name: weight.to(dtype) for name, weight in load_file(folder / file).items()}, folder / file)
@@ -83,7 +90,8 @@ DAMAGES: list[tuple[Damage, str]] = [
     (remove(TRANSFORMER), AGAIN),
     (lambda folder: (folder / T5).write_bytes((folder / T5).read_bytes()[:2000]), f"{T5} is damaged or cut"),
     (remove(T5), AGAIN),
-    (pickle_weights, "safetensors"),
+    (pickle_weights, r"weights are in diffusion_pytorch_model\.bin, .* without safe_serialization=False"),
+    (save_with_lora, r"have the layers of a LoRA .* after pipe\.unload_lora_weights"),
     (drop_a_weight("transformer"), "lacks 1 of them: .*weight"),
     (drop_a_weight("text_encoder"), "lacks 1 of them: .*weight"),
     (
