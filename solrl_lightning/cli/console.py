@@ -36,6 +36,7 @@ _CURES: dict[type[Exception], str] = {
     OutOfMemory: "Set model.gradient_checkpointing=true or a smaller model.micro_batch (task=plan prints what fits)",
 }
 _NO_MEMORY = re.compile("DefaultCPUAllocator|bad_alloc|could not create a memory object")  # of torch and oneDNN
+_NO_SPACE = re.compile(r"(\S+): failed to map segment from shared object(?!: Operation not permitted)")
 _LOST_RANK = re.compile(r"gloo.* by peer", re.DOTALL)  # closed or reset by peer
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _NOTES = ("object_type=", "Config search path:", "provider=")  # of OmegaConf and Hydra
@@ -79,6 +80,9 @@ def report_error(
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)
     failure = next((e for e in causes if isinstance(e, EXPECTED)), None)
+    if library := next(filter(None, (_NO_SPACE.search(str(e)) for e in causes)), None):
+        rule = "a process must have address space for its libraries, and this one has a limit"
+        failure = UserError(f"{library[1]} cannot be loaded: {rule}. Raise it with `ulimit -v unlimited`.")
     io = next((e for e in causes if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None)
     if failure is None and io is not None:
         file = io.filename or folder or "The run's folder, or what the output goes to,"
