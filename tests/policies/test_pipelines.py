@@ -110,8 +110,7 @@ def test_images_match_the_diffusers_pipeline(
 ) -> None:
     latents = sample(model)
     painted = as_painted(model, latents)
-    assert torch.equal(painted, paint(model, theirs))
-    assert torch.equal(painted, paint(model, theirs, PROMPTS))  # embedded by itself
+    assert torch.equal(painted, paint(model, theirs, PROMPTS))
     expected = paint(model, theirs, output_type="pt")
     assert expected.std() > 0.05  # not a flat picture
     # Our autoencoder gets the batch in parts and in another memory layout, so its sums have another order.
