@@ -12,6 +12,7 @@ from torch import Tensor
 
 from solrl_lightning.callbacks.common import log_values, loop_of, module_of
 from solrl_lightning.metrics.rank import RankFidelity
+from solrl_lightning.metrics.selection_gain import kept_variance, random_variance
 from solrl_lightning.options.rules import CountOrZero
 
 
@@ -58,7 +59,8 @@ class RankCorrelation(Callback):
         self._seconds = loop.stopwatch.seconds["probe"] - before
         # A checkpoint within an iteration has the probe of that iteration, which is repeated.
         self.history = [row for row in self.history if row["iteration"] < iteration]
-        self.history.append({"iteration": iteration} | fidelity(trainer, proxy, reference))
+        ratio = {"spread_ratio": spread_ratio(trainer, proxy, reference)}
+        self.history.append({"iteration": iteration} | fidelity(trainer, proxy, reference) | ratio)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = loop_of(trainer)
@@ -84,6 +86,18 @@ class RankCorrelation(Callback):
 def fidelity(trainer: Trainer, proxy: Tensor, reference: Tensor) -> dict[str, float]:
     """Return ``RankFidelity`` of rewards [P, N] over all ranks; NaN if no prompt has ranks. Collective."""
     device = trainer.strategy.root_device
-    metric = RankFidelity(keep=loop_of(trainer).rollouts.rewards.shape[1]).to(device)
+    metric = RankFidelity(keep=_kept(trainer)).to(device)
     metric.update(proxy.to(device), reference.to(device))
     return {name: float(value) for name, value in metric.compute().items()}
+
+
+def spread_ratio(trainer: Trainer, proxy: Tensor, reference: Tensor) -> float:
+    """Return rho of `metrics/selection_gain.py` for rewards [P, N] of all ranks; NaN without a spread. Collective."""
+    kept = kept_variance(proxy, reference, _kept(trainer)).sum()
+    sums = torch.stack([kept, random_variance(reference, _kept(trainer)).sum()]).to(trainer.strategy.root_device)
+    selected, by_chance = trainer.strategy.reduce(sums, reduce_op="sum")
+    return float((selected / by_chance).sqrt())
+
+
+def _kept(trainer: Trainer) -> int:
+    return loop_of(trainer).rollouts.rewards.shape[1]

@@ -29,7 +29,8 @@ from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import WriteError, sentence
 from solrl_lightning.machine.environment import machine, versions
 from solrl_lightning.machine.memory import peak_memory
-from solrl_lightning.study.report import best_text, parts_learned, render, run_page, shown_stages
+from solrl_lightning.metrics.selection_gain import GAIN_EXPONENT
+from solrl_lightning.study.report import best_text, parts_learned, render, run_page, selection_text, shown_stages
 
 _OUTPUTS = ("lora", "transformer", "tensorboard", "csv", "wandb", "mlflow", "samples")
 _PATHS: dict[str, str | Path] = {
@@ -154,6 +155,8 @@ class RunSummary(Callback):
             "steps": module.evaluation.steps,
             "digest": module.evaluation.digest,
         }
+        seconds = timings.seconds_per_stage() if timings else {}
+        ranks = rank_fidelity(find_callback(trainer, RankCorrelation))
         paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}
         return {
             "status": status,
@@ -173,8 +176,9 @@ class RunSummary(Callback):
             "seconds_total": self._seconds(),
             "seconds_since_process_start": time.perf_counter() - solrl_lightning.BEGAN,
             "seconds_before_resume": self._seconds_before,
-            "seconds_per_stage": timings.seconds_per_stage() if timings else {},
-            "rank_fidelity": rank_fidelity(find_callback(trainer, RankCorrelation)),
+            "seconds_per_stage": seconds,
+            "rank_fidelity": ranks,
+            "selection": selection(loop_of(trainer), ranks, seconds),
             "policy_metrics": {
                 name: {"first": first, "last": self._last.get(name)} for name, first in self._first.items()
             },
@@ -219,6 +223,26 @@ def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
     return fidelity
 
 
+def selection(
+    loop: Any, ranks: Mapping[str, Any] | None, seconds: Mapping[str, Mapping[str, float | None]]
+) -> dict[str, float] | None:
+    """Return the expected gain of selection (`metrics/selection_gain.py`) and its cost, both of an iteration.
+
+    The cost is the median iteration over the same one without exploration and with ``keep`` samples from their noise.
+    None without a probe, or before the second iteration.
+    """
+    if ranks is None or loop.explored is None:
+        return None
+    ratio = (ranks.get("mean") or {}).get("spread_ratio")
+    whole, explore, regenerate = (
+        seconds.get(name, {}).get("median") for name in ("iteration", "explore", "regenerate")
+    )
+    if ratio is None or whole is None or explore is None or regenerate is None:
+        return None
+    cost = whole / (whole - explore - regenerate + loop.passes_without_selection * regenerate)
+    return {"gain": ratio**GAIN_EXPONENT, "cost": cost, "probes": ranks["probes"]}
+
+
 def hparams_results(facts: Mapping[str, Any]) -> dict[str, float]:
     """Return the results of TensorBoard's HParams table, from the content of summary.json."""
     results = {name: facts[name] for name in ("final_reward", "improvement", "base_reward", "seconds_total")}
@@ -252,8 +276,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         stages = ", ".join(f"{name} {median:.2f}" for name, median in medians.items() if median is not None)
         rows.append(("an iteration", f"median {each:.2f} s ({stages}), without evaluation, probe, grid"))
         if each and (explore := medians.get("explore")) is not None:
-            share = f"{100 * explore / each:.0f} % of an iteration"
-            rows.append(("exploring", f"{share}; task=audit measures whether selection pays here"))
+            verdict = selection_text(facts) or "task=audit measures whether selection pays here"
+            rows.append(("exploring", f"{100 * explore / each:.0f} % of an iteration; {verdict}"))
     fidelity = facts["rank_fidelity"] or {}
     if "last" in fidelity:
         first, last = numbers([fidelity[which]["spearman"] for which in ("first", "last")])

@@ -40,6 +40,8 @@ _LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
 Rows = Sequence[Mapping[str, Any]]
 
 _FRACTION = (0.0, 1.0)
+_CLEAR = 1.1
+"""The factor between an estimated gain and its cost from which one is said to be larger."""
 _FRACTIONS = ("reward/zero_std_fraction", "train/clipped", "rank/top_overlap", "rank/bottom_overlap")
 _LIMITS = dict.fromkeys(_FRACTIONS, _FRACTION)
 """Axis of a tag that has one whatever its values."""
@@ -160,7 +162,19 @@ def lead(facts: Mapping[str, Any]) -> str:
     before, after = numbers([base, final])
     what = f"changed from {before} to {after} ({change(base, final, error)})"
     alarms = "" if facts["alarms"] else " No alarm was raised."
-    return f"{done} The {facts['reward']} reward on held-out prompts {what}.{alarms}"
+    selection = selection_text(facts)
+    paid = f" {selection[0].upper()}{selection[1:]}." if selection else ""
+    return f"{done} The {facts['reward']} reward on held-out prompts {what}.{alarms}{paid}"
+
+
+def selection_text(facts: Mapping[str, Any]) -> str:
+    """Return whether selection paid in seconds, by the estimate of ``facts``; an empty text without one."""
+    if not (estimate := facts["selection"]):
+        return ""
+    gain, cost = estimate["gain"], estimate["cost"]
+    verdict = "pays" if gain > _CLEAR * cost else "does not pay" if cost > _CLEAR * gain else "is about level"
+    times = f"{gain:.2f} times as much as without it (estimated from {counted(estimate['probes'], 'probe')})"
+    return f"selection {verdict} here: an iteration learns {times} and takes {cost:.2f} times as long"
 
 
 def tiles(facts: Mapping[str, Any]) -> list[Tile]:
@@ -387,7 +401,8 @@ def rank_section(history: Rows) -> Section:
             rows.append([name, *numbers([values[0], values[-1]], 3), measured(mean.mean, mean.standard_error)])
     text = [
         "A probe generates the whole pool of one prompt in BF16 at full steps, and compares its order with that of the "
-        f"proxy. {counted(len(probes), 'probe')}; ± is one standard error over them. Mean ranks count from 1, the best."
+        f"proxy. {counted(len(probes), 'probe')}; ± is one standard error over them. Mean ranks count from 1, the best; "
+        "spread_ratio is the spread of the kept rewards over that of as many random ones."
     ]
     tables = [Table(["tag", "first probe", "last probe", "mean"], rows)] if rows else []
     return Section("Rank fidelity of the proxy", text, charts=charts, tables=tables)

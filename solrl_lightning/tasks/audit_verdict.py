@@ -9,6 +9,7 @@ Shapes: P prompts, N pool.
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ def expected_gain(proxy: Tensor, truth: Tensor, keep: int) -> tuple[float, Gain]
 def seconds_without_selection(cfg: Run, device: torch.device) -> tuple[float, float]:
     """Measure iterations on ``keep`` candidates of one prompt: the seconds to sample them and to train on them.
 
-    The shortest of four, after a warm-up: other load can only increase a time.
+    The median of four, after a warm-up.
     """
     changed, keep = with_option(cfg, "family", "diffusionnft"), cfg.task_as(Audit).keep
     changed.family.pool = changed.family.keep = keep
@@ -61,7 +62,7 @@ def seconds_without_selection(cfg: Run, device: torch.device) -> tuple[float, fl
     changed.max_seconds, changed.data.train = None, changed.data.eval
     changed.task = Benchmark.model_construct(reads=["train"], repeats=_REPEATS)
     laps = run_iterations(changed, device)[1:]
-    sampling, training = (min(lap[stage] for lap in laps) for stage in (REGENERATE, "train"))
+    sampling, training = (median(lap[stage] for lap in laps) for stage in (REGENERATE, "train"))
     return sampling, training
 
 

@@ -271,6 +271,11 @@ class ExploreTrainLoop(_FitLoop):
         return {"evaluations": forwards, "samples": samples}
 
     @property
+    def passes_without_selection(self) -> float:
+        """The passes that sample ``keep`` candidates from their noise, over those of the last stage."""
+        return self.keep * self.stages[-1].steps / velocities_per_prompt(self.stages, self.pool)[-1]
+
+    @property
     def cost_of_evaluation(self) -> float:
         """The passes of an evaluation over those of an iteration."""
         passes = self._module.evaluation.passes * forward_passes(self._module.model.guidance_scale)

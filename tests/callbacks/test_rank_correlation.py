@@ -1,3 +1,5 @@
+from statistics import pvariance, variance
+
 import pytest
 import torch
 
@@ -25,7 +27,10 @@ def test_proxy_in_the_order_of_the_reward_has_perfect_values_under_every_tag(fit
     assert values.pop("time/probe") == pytest.approx(trainer.fit_loop.stopwatch.seconds["probe"])
     k = stand_in.KEEP // 2
     places = {"rank/top_mean_rank": (k + 1) / 2, "rank/bottom_mean_rank": stand_in.POOL - (k - 1) / 2}
-    assert values == pytest.approx(dict.fromkeys(PROBE_TAGS | KEPT_TAGS, 1.0) | places)
+    pool = sorted(stand_in.rewards_of(trainer.fit_loop.explored.seeds[0]).tolist())
+    by_chance = variance(pool) * (1 - 1 / stand_in.KEEP)
+    spread = {"rank/spread_ratio": (pvariance(pool[:k] + pool[-k:]) / by_chance) ** 0.5}
+    assert values == pytest.approx(dict.fromkeys(PROBE_TAGS | KEPT_TAGS, 1.0) | places | spread)
 
 
 def test_probe_every_zero_never_probes_and_a_family_of_one_stage_has_no_proxy(fit, stand_in):

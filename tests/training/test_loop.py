@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -836,3 +837,10 @@ def test_run_ends_with_an_evaluation_at_the_end_of_the_iteration_that_reaches_ma
     run = train(tmp_path, *options, max_epochs=9)
     assert run.loop.iterations_done == 2 and run.loop.is_time_up
     assert [row["iteration"] for row in run.module.evaluation.history] == [2]
+
+
+@pytest.mark.parametrize(("stop_after", "ratio"), [(None, 1.0), (4, 10 / 6)])
+def test_without_selection_the_last_stage_takes_all_its_steps(stop_after: int | None, ratio: float) -> None:
+    explore = Stage(sampler="merged", steps=10, stop_after=stop_after).but(keep=24)
+    loop = SimpleNamespace(keep=24, pool=96, stages=[explore, Stage(sampler="merged", steps=10)])
+    assert ExploreTrainLoop.passes_without_selection.fget(loop) == pytest.approx(ratio)
