@@ -280,15 +280,20 @@ def format_summary(facts: Mapping[str, Any]) -> str:
             rows.append(("exploring", f"{100 * explore / each:.0f} % of an iteration; {verdict}"))
     fidelity = facts["rank_fidelity"] or {}
     if "last" in fidelity:
-        first, last = numbers([fidelity[which]["spearman"] for which in ("first", "last")])
-        rows.append(("proxy spearman", f"{first} at first, {last} at last"))
+        first, last, mean = numbers([fidelity[which]["spearman"] for which in ("first", "last", "mean")])
+        probes = counted(fidelity["probes"], "probe")
+        rows.append(
+            ("proxy spearman", f"{mean}, mean of {probes}, each of another prompt ({first} first, {last} last)")
+        )
     rows.append(("precision", facts["precision_backend"]))
     reserved, memory = facts["peak_memory_reserved_bytes"], gibibytes(facts["peak_memory_bytes"])
     rows.append(("peak memory", memory + ("" if reserved is None else f", {gibibytes(reserved)} reserved")))
     rows.append(("run folder", facts["paths"]["run"] + (", with report.html" if "report" in facts["paths"] else "")))
     if facts["status"] == "completed":
         longer = f"ckpt=last iterations={2 * facts['iterations']}"
-        rows.append(("next", f"{longer} trains on; task=generate ckpt=last and task=export ckpt=last use the result"))
+        doubt = "task=audit says which family to continue with; " if "explore" in medians else ""
+        use = "task=generate ckpt=last and task=export ckpt=last use the result"
+        rows.append(("next", f"{doubt}{longer} trains on; {use}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
 

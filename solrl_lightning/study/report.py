@@ -276,7 +276,9 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     if learned := parts_learned(facts):
         shares = [[name, two_decimals(base), two_decimals(last)] for name, base, last in learned]
         note = "Means over the held-out images."
-        tables.insert(0, Table(["what the reward consists of", "base", "last evaluation"], shares, note))
+        tables.insert(
+            0, Table(["parts of the reward, and shares of what is right", "base", "last evaluation"], shares, note)
+        )
     return Section(title, text, charts=charts, tables=tables)
 
 

@@ -90,14 +90,14 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"completed after 3 iterations in \d+ s \(\d+ s with start-up\)\n", printed)
     assert "0.5000 -> 0.5488 (+0.0488), evaluated after 3 iterations" in printed
-    assert "1.0000 at first, 1.0000 at last" in printed
+    assert "1.0000, mean of 3 probes, each of another prompt (1.0000 first, 1.0000 last)" in printed
     assert re.search(r"an iteration +median \d[.]\d\d s [(].*[)], without evaluation, probe", printed)
     assert re.search(r"of an iteration; selection .* here: .* [(]estimated from 3 probes[)] and takes", printed)
     ratio, medians = summary["rank_fidelity"]["mean"]["spread_ratio"], summary["seconds_per_stage"]
     whole, explore, sample = (medians[name]["median"] or 0.0 for name in ("iteration", "explore", "regenerate"))
     cost = whole / (whole - explore - sample + 1.5 * sample)
     assert summary["selection"] == pytest.approx({"gain": ratio**0.8, "cost": cost, "probes": 3})
-    assert "next            ckpt=last iterations=6" in printed
+    assert "continue with; ckpt=last iterations=6 trains on" in printed
     assert f"{tmp_path}, with report.html\n" in printed and "reserved" not in printed
     names = "status, shapes reward, alarms, an iteration, exploring, proxy spearman, precision, peak memory"
     assert (
