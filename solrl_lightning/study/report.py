@@ -259,6 +259,12 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     if len(costed) > 1:
         charts.append(evaluation_chart(f"{reward} reward by training time", costed, reward, "seconds"))
         charts.append(evaluation_chart(f"{reward} reward by forward passes", costed, reward, "evaluations"))
+    described = [row for row in rows if "statistics" in row]
+    if len(described) > 1:
+        values = [row["statistics"]["diversity"] for row in described]
+        note = "How much the pictures of a prompt differ: standard deviation of their thumbnails over its seeds."
+        series = Series("diversity", [row["iteration"] for row in described], values)
+        charts.append(draw_chart("diversity", [series], ITERATIONS, note=note))
     columns = ["iteration", "training, s", "forward passes", f"{reward} reward", "change from the base"]
     cells = []
     for row in rows:

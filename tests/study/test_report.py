@@ -44,6 +44,7 @@ FACTS: dict[str, Any] = {
     "held_out": {"prompts": 64, "images_per_prompt": 8, "steps": 10},
     "evaluations": [
         dict(iteration=i, seconds=5.0 * i, evaluations=100 * i, shapes=reward, watched=0.75 - 0.004 * i)
+        | {"statistics": {"diversity": 0.14 - 0.001 * i}}
         | {"standard_error": {"shapes": 0.0182, "watched": 0.01}, "change_error": {"shapes": 0.0053, "watched": 0.002}}
         for i, reward in ((0, 0.4321), (9, 0.5404), (12, 0.5361))
     ],
@@ -111,6 +112,7 @@ def test_the_page_has_the_results_with_their_errors_and_where_they_come_from(run
         "Selection does not pay here: an iteration learns 1.38 times as much as without it (estimated from 4 probes)",
         "and takes 1.57 times as long.",
         "Means over 512 images: 64 held-out prompts, 8 images each.",
+        "How much the pictures of a prompt differ",
         "best evaluation 0.5404 iteration 9",
         "9 45.0 900 0.540 ± 0.018 +0.1083 ± 0.0053",
         "watched 0: watched, not trained on 0.750 ± 0.010 0.700 ± 0.010 -0.0500 ± 0.0020",
