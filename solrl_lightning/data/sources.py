@@ -342,6 +342,11 @@ def _check_column(columns: list[str], column: str, name: str) -> None:
             f"data.column={column} is invalid: it must name the one column with the prompts, and the columns of {name} "
             f"are {', '.join(columns) or 'none'}. Set data.column=<name>."
         )
+    repeated = next((each for each, count in Counter(columns).items() if each and count > 1), None)
+    if repeated is not None:
+        raise UserError(
+            f"{name} is invalid: it has the column {repeated!r} twice, and columns are keys of metadata. Rename one."
+        )
 
 
 def _is_json(kind: "pyarrow.DataType") -> bool:
