@@ -119,8 +119,7 @@ def test_a_file_that_does_not_fit_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("model", "family"),
-    [("flux2_klein", "race"), ("z_image_turbo", "prefix"), ("qwen_image_lightning", "sol_rl")],
+    ("model", "family"), [("flux2_klein", "race"), ("z_image_turbo", "prefix"), ("qwen_image_lightning", "sol_rl")]
 )
 def test_a_distilled_model_trains_with_its_steps(
     compose: Callable[..., Run], folder_of: FolderOf, lora: Path, tmp_path: Path, model: str, family: str

@@ -226,12 +226,7 @@ LICENCE = f"accept its licence at https://huggingface.co/{REPOSITORY}"
         (403, "GatedRepo", "hf_x", f"{LICENCE} with the account of your token"),
         (401, "RepoNotFound", None, "neither a folder here nor a model that you may read.*hf auth login"),
         (503, "out of order", None, "the hub answered 503: try again later"),
-        (
-            401,
-            "Invalid credentials",
-            "hf_x",
-            "could not be loaded from the hub.*hf auth whoami",
-        ),
+        (401, "Invalid credentials", "hf_x", "could not be loaded from the hub.*hf auth whoami"),
     ],
 )
 def test_refusals_of_the_hub_name_the_next_step(

@@ -340,11 +340,7 @@ BROAD = {f"{ODD}.lora_A.weight": torch.ones(4, WIDTH), f"{ODD}.lora_B.weight": t
         (lambda state: {"lora_unet_double_blocks_0_img_attn_qkv.dora_scale": torch.ones(4)}, {}, "it is a DoRA"),
         (lambda state: state, metadata(use_dora=True), "it is a DoRA"),
         (lambda state: state, metadata(init_lora_weights="pissa_niter_16"), "its init_lora_weights is pissa_niter_16"),
-        (
-            lambda state: state,
-            metadata(init_lora_weights="olora"),
-            "is olora, .* that peft has changed",
-        ),
+        (lambda state: state, metadata(init_lora_weights="olora"), "is olora, .* that peft has changed"),
         (lambda state: state | {f"transformer.{FIRST}.lora_B.bias": torch.ones(4)}, {}, "to_k.lora_B.bias is a bias"),
         (lambda state: state | {"transformer.proj_out.weight": torch.ones(2)}, {}, "proj_out.weight is no weight of a"),
         (lambda state: {n: v for n, v in state.items() if n != B}, {}, f"{FIRST} has no lora_B. Save the LoRA again."),

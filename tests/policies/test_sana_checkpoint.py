@@ -111,10 +111,7 @@ def test_error_lists_unknown_missing_and_misshapen_keys_and_nothing_is_written(s
     ("changes", "message"),
     [
         ({"num_layers": 1}, r"15 unknown: blocks\.1\.attn\.proj\.bias, .*, \.\.\.\. Give SANA_LinearFFN"),
-        (
-            {"qk_norm": "rms_norm_across_heads"},
-            r"fits SANA 1\.0 only.*transformer_blocks\.0\.attn1\.norm_k\.weight",
-        ),
+        ({"qk_norm": "rms_norm_across_heads"}, r"fits SANA 1\.0 only.*transformer_blocks\.0\.attn1\.norm_k\.weight"),
     ],
 )
 def test_transformer_of_another_kind_raises(save: Save, changes: dict[str, Any], message: str) -> None:

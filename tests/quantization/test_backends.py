@@ -145,18 +145,8 @@ NEEDS_BLACKWELL = (
     ("capability", "precision", "backend", "expected"),
     [
         ("", "nvfp4", "transformer_engine", NEEDS_BLACKWELL),
-        (
-            "10.0",
-            "nvfp4",
-            "transformer_engine",
-            "Transformer Engine not installed. Use precision.backend=torch, ",
-        ),
-        (
-            "9.0",
-            "nvfp4",
-            "torch",
-            "precision.backend=emulated (the same numbers, without the speed), precision=fp8",
-        ),
+        ("10.0", "nvfp4", "transformer_engine", "Transformer Engine not installed. Use precision.backend=torch, "),
+        ("9.0", "nvfp4", "torch", "precision.backend=emulated (the same numbers, without the speed), precision=fp8"),
         ("8.0", "fp8", "torch", "needs an NVIDIA GPU of compute capability 8.9 or higher; found: NVIDIA Test"),
         ("", "int8", "torch", "8.0 or higher or a CPU with INT8 units (AVX512-VNNI); found: a CPU without INT8"),
     ],
@@ -175,11 +165,7 @@ def test_unsupported_backend_error_names_hardware_and_alternatives(
     [
         ("fp4", "auto", "precision=fp4 is invalid: it must be one of auto, nvfp4, fp8, int8, bf16"),
         ("nvfp4", "cuda", "backend=cuda is invalid: with precision=nvfp4 it must be one of auto, torch, t"),
-        (
-            "int8",
-            "transformer_engine",
-            "backend=transformer_engine is .*precision=int8 it must be one of auto, torch",
-        ),
+        ("int8", "transformer_engine", "backend=transformer_engine is .*precision=int8 it must be one of auto, torch"),
     ],
 )
 def test_unknown_precision_or_backend_error_lists_known_ones(precision: str, backend: str, message: str) -> None:

@@ -46,10 +46,7 @@ def test_table_of_the_plan_merges_repeated_blocks_and_sums_shares() -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (
-            QuantizationRule(["embed"], {"*": "kept"}),
-            r"at least one.*none of 7 \(kept\).*blocks\.\*\.norm, .*embed\.",
-        ),
+        (QuantizationRule(["embed"], {"*": "kept"}), r"at least one.*none of 7 \(kept\).*blocks\.\*\.norm, .*embed\."),
         (QuantizationRule(["blok*"]), r"'blok\*' matches none.*Its linear layers are: blocks"),
         (QuantizationRule(["blocks*"], {"*.nrom": "modulation"}), r"'\*\.nrom' matches none"),
     ],

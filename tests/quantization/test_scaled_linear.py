@@ -175,8 +175,7 @@ def activations() -> list[tuple[nn.Linear, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("layer_cls", "mean", "worst"),
-    [(EmulatedFP8Linear, 0.035, 0.045), (EmulatedINT8Linear, 0.01, 0.015)],
+    ("layer_cls", "mean", "worst"), [(EmulatedFP8Linear, 0.035, 0.045), (EmulatedINT8Linear, 0.01, 0.015)]
 )
 def test_quantisation_error_of_embedded_model_is_small(
     activations: list[tuple[nn.Linear, Tensor]], layer_cls: Any, mean: float, worst: float

@@ -13,11 +13,7 @@ STEPS = [0, 1, 75, 76, 500, 1000]
 
 @pytest.mark.parametrize(
     ("decay_type", "expected"),
-    [
-        (0, [0, 0, 0, 0, 0, 0]),
-        (1, [0, 0.001, 0.075, 0.076, 0.5, 0.5]),
-        (2, [0, 0, 0, 0.0075, 0.999, 0.999]),
-    ],
+    [(0, [0, 0, 0, 0, 0, 0]), (1, [0, 0.001, 0.075, 0.076, 0.5, 0.5]), (2, [0, 0, 0, 0.0075, 0.999, 0.999])],
 )
 def test_published_decays_match_tables(decay_type: int, expected: list[float]) -> None:
     decay = old_policy_decay(decay_type)
