@@ -197,7 +197,8 @@ def test_documented_table_is_what_each_machine_gets() -> None:
     }
     with_units = {row[0].split(" (")[0] for row in rows if "sol_rl" in row[1]}
     assert first_on.keys() == {"sol_rl", "prefix"} and first_on["prefix"] == "other GPUs"
-    assert {name.split(", RTX PRO")[0] for name in with_units} == set(first_on["sol_rl"].split(", "))
+    gpus = first_on["sol_rl"].removesuffix("; on a CPU to see the method").split(", ")
+    assert {name.split(", RTX PRO")[0] for name in with_units} == {*gpus, "CPU"}
     assert all("prefix" in row[1] for row in rows if row[0].split(" (")[0] not in with_units)
     assert first_run(Hardware("", capability=(10, 0)), shadow_fits=False).options == ["family=prefix"]
 
