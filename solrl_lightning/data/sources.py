@@ -161,6 +161,12 @@ def check_source(source: str) -> None:
             "with one prompt a line. Convert it, and set data.column=<name>, which is <outer>.<inner> of a nested key: "
             f'python -c "import pandas as pd; {convert}"'
         )
+    if path.suffix.lower() not in ("", ".txt", *_TABLES, *_JSON_LINES):
+        raise UserError(
+            f"the prompt file {path} is invalid: its name must end in .txt, {', '.join((*_TABLES, *_JSON_LINES))}, or "
+            f"have no ending. If each line of it is a prompt, give it another name: cp '{path}' "
+            f"'{path.with_suffix('.txt')}'"
+        )
 
 
 def dataset_of(source: str) -> str | None:

@@ -214,6 +214,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("name", ["page.html", "notes.md", "prompts.txt.gz"])
+def test_a_file_of_another_ending_is_no_text(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is invalid: its name must end in .txt, .parquet, .csv, .tsv, .jsonl"):
+        read_prompts(write(tmp_path / name, "a circle"))
+    assert [record.text for record in read_prompts(write(tmp_path / "prompts", "a circle"))] == ["a circle"]
+
+
 def test_data_set_of_the_hub_is_read_by_split_and_column_and_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(hub / "owner/name/data/train-00000-of-00001.parquet", caption=["a cat", None, "a dog"], votes=[1, 2, 3])
     write_table(hub / "owner/name/data/test-00000-of-00001.parquet", caption=["fog"], votes=[1])
