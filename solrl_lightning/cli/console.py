@@ -29,7 +29,7 @@ from solrl_lightning.errors import (
 EXPECTED = (UserError, NonFiniteError, WriteError, ServerError, ExplorersLost, RankLost, OutOfMemory, CheckFailed)
 """Errors that a user can act on."""
 _CURES: dict[type[Exception], str] = {
-    WriteError: "Free space or make the folder writable",
+    WriteError: "Free space, make the folder writable, or move away what has this name",
     ServerError: "Start or correct the server",
     ExplorersLost: "Start the cluster again",
     RankLost: "Read its message (a rank that the system kills for its memory leaves none)",
