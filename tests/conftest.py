@@ -41,6 +41,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # a tenth of the time was garbage collection among what the libraries keep
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Lightning leaves the threads of the last run; numbers that are compared need equally many."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # else nanobind reports leaks
 

@@ -256,7 +256,7 @@ def test_command_continues_where_the_last_one_ended(
     for end, status, said in (
         (signal.SIGINT, 130, f"{page} stays; continue with: {again}\ninterrupted\n"),
         (signal.SIGTERM, 143, f"{page} stays; continue with: {again}\nterminated\n"),
-        (WriteError.of(file, OSError(28, "No space left")), 1, "folder writable, then give the same command again.\n"),
+        (WriteError.of(file, OSError(28, "No space left")), 1, "has this name, then give the same command again.\n"),
     ):
         steps.ends["c"] = end
         assert proved("task.steps=[c]", status=status)[0].err.endswith(said)
