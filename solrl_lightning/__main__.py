@@ -7,6 +7,7 @@ written.
 from solrl_lightning.machine import allocator, interrupts, threads  # first: they act while the others are loaded
 
 # isort: split
+import io
 import logging
 import math
 import os
@@ -72,6 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a character that it lacks ends no run
 
     def job(cfg: DictConfig) -> Any:
         jobs.append(cfg)

@@ -14,7 +14,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ProgressBar
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    ProgressBar,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
@@ -152,15 +161,24 @@ def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_n
     return trainer
 
 
+_REFUSED: dict[tuple[type[Callback], ...], str] = {
+    (GradientAccumulationScheduler,): "an optimiser step takes all its micro-batches, whose number follows from "
+    "model.micro_batch",
+    (StochasticWeightAveraging, WeightAveraging): "it changes the weights that a checkpoint holds, and such a run "
+    "cannot resume; callbacks.ema averages the trained weights",
+    (BatchSizeFinder, LearningRateFinder): "it needs batches before the first iteration, which makes them",
+    (ModelPruning,): "it renames the weights that a checkpoint and lora/ hold",
+}
+"""Callbacks of Lightning that an iteration cannot have, and the reason."""
+
+
 def _check_callbacks(callbacks: Mapping[str, Callback]) -> None:
-    """Raise ``UserError`` for one that changes the micro-batches of a step, and for a second progress bar."""
+    """Raise ``UserError`` for one that changes what is trained or saved, and for a second progress bar."""
     bars = [name for name, callback in callbacks.items() if isinstance(callback, ProgressBar)]
     for name, callback in callbacks.items():
-        if isinstance(callback, GradientAccumulationScheduler):
-            raise UserError(
-                f"callbacks.{name} is invalid: an optimiser step takes all its micro-batches, whose number follows "
-                f"from model.micro_batch. Leave it out with ~callbacks.{name}."
-            )
+        for kinds, rule in _REFUSED.items():
+            if isinstance(callback, kinds):
+                raise UserError(f"callbacks.{name} is invalid: {rule}. Leave it out with ~callbacks.{name}.")
     if len(bars) > 1:
         raise UserError(
             f"callbacks.{bars[1]} is invalid: Lightning takes one progress bar, and callbacks.{bars[0]} is one. "

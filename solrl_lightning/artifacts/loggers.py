@@ -22,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.machine.packages import is_installed
 
 log = logging.getLogger(__name__)
 file_logger = logging.getLogger("solrl_lightning.record")
@@ -155,10 +156,8 @@ class WandB(_Iterations, WandbLogger):
     """
 
     def __init__(self, save_dir: str, offline: bool | str, **options: Any) -> None:
-        try:
-            import wandb  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise not_installed("wandb") from error
+        if not is_installed("wandb"):
+            raise not_installed("wandb")
         keep = not has_wandb_key() if offline == "auto" else bool(offline)
         if keep and offline == "auto":
             log.info(
@@ -202,10 +201,8 @@ class MLflow(_Iterations, MLFlowLogger):
     """
 
     def __init__(self, save_dir: str, tracking_uri: str | None, **options: Any) -> None:
-        try:
-            import mlflow  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise not_installed("mlflow") from error
+        if not is_installed("mlflow"):
+            raise not_installed("mlflow")
         if tracking_uri is None:  # newer versions of MLflow refuse Lightning's default, a folder of files
             folder = Path(save_dir).resolve()
             folder.mkdir(parents=True, exist_ok=True)

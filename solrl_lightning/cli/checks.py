@@ -5,7 +5,6 @@ Each raises UserError for the first thing that a run would lack.
 
 import re
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +15,7 @@ from solrl_lightning.cli.hub import check_push
 from solrl_lightning.data.sources import check_source, dataset_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.facts import check_shares, prompt_sets, requested_prompts, sources
+from solrl_lightning.machine.packages import is_installed
 from solrl_lightning.names import LORA_FILES
 from solrl_lightning.options.reward import GENEVAL, HTTP, REWARD_FILES, VLM
 from solrl_lightning.options.run import Run
@@ -116,7 +116,7 @@ def check_needs(options: Run) -> None:
         check_push(task.push)
     if any(member["_target_"] in (HTTP, VLM) for member in options.reward.members.values()):
         read_token()
-    if options.explores_elsewhere and find_spec("ray") is None:
+    if options.explores_elsewhere and not is_installed("ray"):
         raise UserError("explorers=ray needs Ray. Install it: pip install 'solrl-lightning[ray]'.")
     for source in sources(options).values():
         check_source(source)

@@ -5,7 +5,6 @@ share the stored weights. The merged replica owns its adapted layers in BF16 (st
 the shadow its quantised ones, from the same sums; all other layers share the stored weights.
 """
 
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.machine.packages import is_installed
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
 
 _NF4_MULTIPLE = 64 * 256
@@ -32,7 +32,7 @@ def block_linears(transformer: nn.Module) -> dict[str, nn.Linear]:
 
 def check_storage(storage: str) -> None:
     """Raise ``UserError`` if ``storage`` needs torchao and it is not installed."""
-    if storage != "bfloat16" and find_spec("torchao") is None:
+    if storage != "bfloat16" and not is_installed("torchao"):
         raise UserError(f"base_weights={storage} is invalid: it needs torchao. Install it: pip install torchao.")
 
 

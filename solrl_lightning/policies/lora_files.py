@@ -76,7 +76,7 @@ def read_lora_file(
     if state is None:
         try:
             converted = pipeline_class.lora_state_dict(dict(tensors))
-        except (ValueError, KeyError, AssertionError, IndexError) as error:
+        except (ValueError, KeyError, AssertionError, IndexError, NotImplementedError) as error:
             raise UserError(
                 f"{named}: {min(tensors)} is in the names of no layer of {type(transformer).__name__}, and diffusers "
                 f"cannot convert it ({sentence(error).rstrip('.')}). {_FIX}"

@@ -6,9 +6,9 @@ import os
 import re
 import socket
 from collections.abc import Container
-from importlib.util import find_spec
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.machine.packages import is_installed
 
 TOKEN = "SOLRL_REWARD_TOKEN"  # environment variable
 _URL = re.compile(r"https?://([^][/?#@:]+|\[[0-9a-f:.]+\])(:\d+)?([/?#]|$)", re.IGNORECASE)
@@ -44,7 +44,7 @@ def check_served(rewards: Container[str], host: str, port: int) -> None:
 def check_server(task: str, host: str, port: int) -> None:
     """Raise ``UserError`` if the server of ``task`` cannot listen at its address, or must not without a token."""
     for package in ("fastapi", "uvicorn"):
-        if find_spec(package) is None:
+        if not is_installed(package):
             raise UserError(
                 f"task={task} is invalid: the package {package} is not installed. Install it with "
                 'pip install "solrl-lightning[serve]".'

@@ -64,7 +64,7 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
     if checkpoint is not None:
         if in_place:
             check_training_prompts(cfg, prompts.train, checkpoint)
-        optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
+        optimizer = instantiate(cfg.optimizer)([torch.zeros(1, 1, requires_grad=True)])
         for state in checkpoint["optimizer_states"]:
             check_fits(optimizer, state)
     seed_everything(cfg.seed, verbose=False)

@@ -97,6 +97,7 @@ def test_mlflow_continues_the_page_of_a_resumed_run_and_tags_what_has_changed(
         get_run=lambda run_id: SimpleNamespace(data=SimpleNamespace(params=params)),
         set_tag=lambda run_id, *tag: events.append(tag),
     )
+    monkeypatch.setattr("solrl_lightning.artifacts.loggers.is_installed", {"mlflow"}.__contains__)
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
     monkeypatch.setattr(MLFlowLogger, "log_hyperparams", lambda self, values: events.append(values))
 

@@ -38,7 +38,7 @@ def test_server_that_cannot_start_is_an_error(compose: Compose, argument: str, m
 
 def test_explorers_need_ray(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     check_needs(compose("explorers=ray"))
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "is_installed", lambda name: False)
     check_needs(compose())
     with pytest.raises(UserError, match=r"explorers=ray needs Ray. Install it: pip install 'solrl-lightning\[ray\]'"):
         check_needs(compose("explorers=ray"))

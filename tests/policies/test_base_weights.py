@@ -84,7 +84,7 @@ def test_layers_too_small_for_nf4_a_missing_library_and_compilation_raise(
     for key in ("family.compile", "compile_training"):
         with pytest.raises(UserError, match=f"base_weights=int8 is invalid: with {key}=true .* Set {key}=false."):
             compose("base_weights=int8", f"{key}=true")
-    monkeypatch.setattr(base_weights, "find_spec", lambda name: None)
+    monkeypatch.setattr(base_weights, "is_installed", lambda name: False)
     with pytest.raises(UserError, match="base_weights=int8 is invalid: it needs torchao. Install it: pip install"):
         load_model(nano_folder, base_weights="int8")
 
