@@ -7,7 +7,7 @@ It begins with the base model; ckpt, model.init_lora and max_seconds are not rea
 ``training/loop.py`` adds ranks, checkpoints, callbacks (one keeps an average of the trained weights), evaluations of
 that average, and exploration in other processes, and encodes the prompts of several iterations at once.
 
-Shapes: P prompts, N candidates of each, K kept, R rewards that have a weight. A latent has the model's shape: FLUX's
+Shapes: P prompts, N candidates of each, K kept, R rewards whose weight is not 0. A latent has the model's shape: FLUX's
 are tokens x channels. ``rollout/records.py`` has the shape and dtype of each tensor; the LoRA is float32.
 """
 
@@ -51,7 +51,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
 
     for iteration in range(cfg.iterations):
         prompts = schedule.for_iteration(iteration)
-        encoded = module.encode(prompts)  # embeddings, each [P, ...]; for guidance, the empty prompt's is the model's
+        encoded = module.encode(prompts)  # embeddings, each [P, ...]
         transitions = objective.transitions(stages[-1].steps, iteration)  # recorded steps, of GRPO only
 
         # Requantise: rewrite the samplers `merged` and `shadow` from the old policy; `policy` has its LoRA already.
@@ -60,6 +60,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         # Explore the pool cheaply, select the best and the worst, and regenerate them in BF16 from the same noise, by
         # default with the old policy's LoRA merged into the weights (`Stage.sampler`).
         seeds = pool_seeds(cfg.seed, iteration, identities(prompts), cfg.family.pool)  # [P, N]
+        # (A family of one stage samples the pool once, and keeps K of these samples.)
         explored, samples, proxy_merits = run_family(stages, encoded, seeds, module.run_stage, transitions)
 
         # Train on the samples and rewards of the last stage, not on proxies. By default an advantage is the merit minus
@@ -67,13 +68,13 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         merits = rewards.for_training.merits(samples.scores)  # scores [P, K, R]; by default their weighted sum [P, K]
         advantages = objective.advantages(merits)  # [P, K]
         rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
-        # A row is a sample at a noise level: x_t is its clean latent with other noise, drawn from seed and level, or,
+        # A row is a sample at a noise level: x_t = (1 - sigma) x0 + sigma noise, with noise of seed and level, or,
         # for objectives with transitions, a recorded state. Of S optimiser steps, step s takes rows s, s + S, ...
         batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)
         for number, batch in enumerate(batches):
             real = max(1, batch.real)  # the others pad; by the weights a step's loss is the mean over real rows
             others = {}
-            for name, every in objective.needs.items():  # "old", "reference"
+            for name, every in objective.needs.items():  # "old": the old LoRA; "reference": a replica without
                 if (number + iteration) % every == 0:  # every n-th micro-batch, one earlier in each iteration
                     with torch.no_grad(), transformers.velocity_models[name]() as transformer:
                         others[name] = module.velocity(transformer, batch)[:real]
