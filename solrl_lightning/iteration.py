@@ -60,7 +60,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         # Explore the pool cheaply, select the best and the worst, and regenerate them in BF16 from the same noise, by
         # default with the old policy's LoRA merged into the weights (`Stage.sampler`).
         seeds = pool_seeds(cfg.seed, iteration, identities(prompts), cfg.family.pool)  # [P, N]
-        # (A family of one stage samples the pool once, and keeps K of these samples.)
+        # (A family of one stage samples the pool once, and keeps the best and the worst of it.)
         explored, samples, proxy_merits = run_family(stages, encoded, seeds, module.run_stage, transitions)
 
         # Train on the samples and rewards of the last stage, not on proxies. By default an advantage is the merit minus
