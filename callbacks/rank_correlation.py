@@ -86,18 +86,15 @@ class RankCorrelation(Callback):
 def fidelity(trainer: Trainer, proxy: Tensor, reference: Tensor) -> dict[str, float]:
     """Return ``RankFidelity`` of rewards [P, N] over all ranks; NaN if no prompt has ranks. Collective."""
     device = trainer.strategy.root_device
-    metric = RankFidelity(keep=_kept(trainer)).to(device)
+    metric = RankFidelity(keep=loop_of(trainer).keep).to(device)
     metric.update(proxy.to(device), reference.to(device))
     return {name: float(value) for name, value in metric.compute().items()}
 
 
 def spread_ratio(trainer: Trainer, proxy: Tensor, reference: Tensor) -> float:
     """Return rho of `metrics/selection_gain.py` for rewards [P, N] of all ranks; NaN without a spread. Collective."""
-    kept = kept_variance(proxy, reference, _kept(trainer)).sum()
-    sums = torch.stack([kept, random_variance(reference, _kept(trainer)).sum()]).to(trainer.strategy.root_device)
+    keep = loop_of(trainer).keep
+    sums = torch.stack([kept_variance(proxy, reference, keep).sum(), random_variance(reference, keep).sum()])
+    sums = sums.to(trainer.strategy.root_device)
     selected, by_chance = trainer.strategy.reduce(sums, reduce_op="sum")
     return float((selected / by_chance).sqrt())
-
-
-def _kept(trainer: Trainer) -> int:
-    return loop_of(trainer).rollouts.rewards.shape[1]

@@ -33,7 +33,7 @@ from solrl_lightning.training.module import SolRLModule
 def train(cfg: Run, device: torch.device) -> SolRLModule:
     """Train from the base model, and return the module with the trained weights."""
     objective, rewards = build_objective(cfg.objective), build_rewards(cfg.reward, cfg.model.frames, device)
-    # The samplers `policy` and `merged` are always built, a shadow if it is in cfg.samplers, those of the stages.
+    # Build the samplers `policy` and `merged`, and a shadow if a stage names it (cfg.samplers).
     module = build_model(cfg, device, cfg.samplers, rewards, objective=objective)
     model, transformers = module.model, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())

@@ -165,10 +165,10 @@ def _others() -> bool:
 
 @cache
 def renew_store() -> object:
-    """Return the store, held by rank 0, by which ranks that torchrun has started again find each other; else None.
+    """Make a new store for ranks that torchrun has started again; return it in rank 0, which holds it, else None.
 
-    PyTorch 2.15 lets them use torchrun's, with the addresses of the ranks before: one that came first took them for
-    those of the others, and connected to nothing.
+    PyTorch 2.15 reuses torchrun's store, which still has the addresses of the killed ranks: the first rank that starts
+    reads them as the addresses of its peers, and fails to connect.
     """
     if not _torchrun() or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None

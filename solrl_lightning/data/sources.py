@@ -402,7 +402,7 @@ def _read_hub(
 ) -> list[Prompt]:
     """Read a split of a data set, or one of its files.
 
-    ``others`` are the names of its other columns, with those of the metadata; by default it is all of them, unchanged.
+    ``others`` maps columns to keys of the metadata; by default each column but ``column`` keeps its name.
     """
     import datasets
 

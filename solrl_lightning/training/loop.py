@@ -272,7 +272,7 @@ class ExploreTrainLoop(_FitLoop):
 
     @property
     def passes_without_selection(self) -> float:
-        """The passes that sample ``keep`` candidates from their noise, over those of the last stage."""
+        """The forward passes that sample ``keep`` candidates from their noise, divided by those of the last stage."""
         return self.keep * self.stages[-1].steps / velocities_per_prompt(self.stages, self.pool)[-1]
 
     @property

@@ -162,7 +162,7 @@ def make_trainer(
     trainer = Trainer(**(off | counts | of_run | options))
     trainer.fit_loop.stopwatch, trainer.fit_loop.termination = Stopwatch(), SimpleNamespace(requested=False)
     trainer.fit_loop.iterations_done, trainer.fit_loop.max_seconds, trainer.fit_loop.is_time_up = 0, None, False
-    trainer.fit_loop.passes_without_selection = 1.5
+    trainer.fit_loop.keep, trainer.fit_loop.passes_without_selection = KEEP, 1.5
     trainer.fit_loop.logged_values = MethodType(ExploreTrainLoop.logged_values, trainer.fit_loop)
     return trainer
 
