@@ -1,11 +1,10 @@
-"""Attention of bfloat16 tensors on a CPU: with products in bfloat16 or in float32, whichever is faster here.
+"""Attention of bfloat16 tensors on a CPU: with products in bfloat16 or in float32, whichever is faster there.
 
 PyTorch's own attention in bfloat16 leaves most of the speed of AVX512_BF16 units unused, and its backward pass takes up
 to ten times as long as in float32.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from solrl_lightning.policies.bf16 import has_fast_bf16_products, is_clearly_faster
+from solrl_lightning.policies.bf16 import has_fast_bf16_products
 
 _SCORES = 2**19  # that `attention_in_bf16` computes at once: they stay in the cache
 _LEAST_KEYS = 64  # for which `attention_in_bf16` is worth its rounding: the 26 of the model `tiny` gain little
@@ -135,25 +134,11 @@ attention_in_bf16.register_fake(lambda query, key, value, scale: query.new_empty
 attention_in_bf16_backward.register_fake(lambda gradient, *operands: tuple(x.new_empty(x.shape) for x in operands[:3]))
 
 
-@cache
-def has_fast_bf16_attention() -> bool:
-    """Return whether attention and its gradients are clearly faster in bfloat16 here than on widened operands."""
-    x = torch.ones(16, 4, 32, 32, dtype=torch.bfloat16, requires_grad=True)
-
-    def step(mode: AbstractContextManager[Any]) -> None:
-        with mode:
-            F.scaled_dot_product_attention(x, x, x).sum().backward()
-
-    return is_clearly_faster(lambda: step(nullcontext()), lambda: step(FP32Attention()))
-
-
 def use_fast_attention(transformer: nn.Module) -> None:
-    """Replace the class of every attention module, in place, unless PyTorch's attention in bfloat16 is fast here.
+    """Replace the class of every attention module, in place; PyTorch's attention in bfloat16 is slow on CPUs.
 
     Attention then runs in `BF16Attention` where products of bfloat16 matrices are fast, else in `FP32Attention`.
     """
-    if has_fast_bf16_attention():
-        return
     mode = BF16Attention if has_fast_bf16_products() else FP32Attention
     for module in transformer.modules():
         if hasattr(module, "set_processor") and not hasattr(module, "attn_processors"):  # models have both

@@ -56,16 +56,19 @@ def test_only_plain_linear_layers_are_converted_in_place() -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize(("least", "faster"), [(0.9, True), (1.1, False)])
-def test_a_clearly_faster_call_takes_half_of_the_least_time(
-    monkeypatch: pytest.MonkeyPatch, least: float, faster: bool
+@pytest.mark.parametrize(
+    ("units", "name", "fast"),
+    [
+        ({"avx512_bf16": True}, "CPU AMD EPYC 9B14", True),
+        ({"avx512_bf16": False}, "CPU AMD EPYC 7B13", False),
+        ({"avx512_bf16": True, "amx_bf16": False}, "CPU Intel(R) Xeon(R) Processor", False),
+        ({"avx512_bf16": True, "amx_bf16": True}, "CPU Intel(R) Xeon(R) Processor", True),
+        ({}, "CPU aarch64", False),
+    ],
+)
+def test_the_model_of_the_cpu_decides_in_which_products_run(
+    monkeypatch: pytest.MonkeyPatch, units: dict[str, bool], name: str, fast: bool
 ) -> None:
-    seconds = {"first": iter([9.0, least, 9.0, 9.0, 9.0, 9.0, 9.0]), "second": iter([2.0] * 7)}
-    clock = 0.0
-
-    def call(name: str) -> None:
-        nonlocal clock
-        clock += next(seconds[name])
-
-    monkeypatch.setattr(bf16.time, "thread_time", lambda: clock)
-    assert bf16.is_clearly_faster(lambda: call("first"), lambda: call("second")) == faster
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
+    monkeypatch.setattr(bf16, "cpu_name", lambda: name)
+    assert bf16.has_fast_bf16_products.__wrapped__() == fast
