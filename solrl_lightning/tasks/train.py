@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_state, read_checkpoint
 from solrl_lightning.artifacts.finished_runs import end_of
+from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.artifacts.run_folder import LOG, commit_overrides, is_resuming
 from solrl_lightning.build import (
     build_loop,
@@ -76,6 +77,8 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         commit = LambdaCallback(on_train_start=lambda *_: commit_overrides(folder))
         trainer.callbacks.append(commit)  # type: ignore[attr-defined]
     device = trainer.strategy.root_device
+    if checkpoint is not None and device.type == "cpu":
+        compare_threads(checkpoint)
     if cfg.explores_elsewhere:
         from solrl_lightning.explorers.cluster import explorers_of  # Ray is an optional dependency
 
@@ -124,6 +127,16 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
             raise
         raise SIGTERMException from error  # the signal has ended something else, too, such as a compiler
     return base_and_final(module.evaluation.history, module.rewards.name)[1]
+
+
+def compare_threads(checkpoint: dict[str, Any]) -> None:
+    """Report that ``checkpoint`` was computed with another number of threads: its sums were rounded otherwise."""
+    before, threads = loop_state(checkpoint).get("threads"), torch.get_num_threads()
+    if before not in (None, threads):
+        log.info(
+            f"{counted(threads, 'thread')}, where the checkpoint's run had {before}: results differ from those of an "
+            f"uninterrupted run by rounding; with OMP_NUM_THREADS={before} they are equal"
+        )
 
 
 def planned_seconds(cfg: Run, module: SolRLModule, hardware: Hardware, ranks: int) -> float | None:

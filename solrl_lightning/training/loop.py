@@ -316,7 +316,8 @@ class ExploreTrainLoop(_FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = {"iterations_done": self.iterations_done, "stopped": self.trainer.should_stop}
         prompts = {"training_prompts": digest(identities(self.schedule.prompts))}
-        return super().on_save_checkpoint() | state | prompts | self.cost()
+        threads = {"threads": torch.get_num_threads()}
+        return super().on_save_checkpoint() | state | prompts | threads | self.cost()
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Resume after the last finished iteration; an interrupted one is repeated."""

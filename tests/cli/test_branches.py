@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import small_runs
+import torch
 from forks import Forks
 from small_runs import Command, checkpoint, the_line
 from torch import Tensor
@@ -57,12 +58,15 @@ def test_run_killed_in_its_last_seconds_is_finished_by_the_same_command(forks: F
     assert "nothing to do" in forks.run(tmp_path, *SMALL, *options, *AUTO).output
 
 
-def test_stopped_run_resumes_by_ckpt_last(command: Command, tmp_path: Path) -> None:
+def test_stopped_run_resumes_by_ckpt_last(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = ("callbacks.guard.stop=true", "callbacks.guard.limits.drift=1")
     assert command(*SMALL, *stop, "hydra.run.dir=run").status == 0
     assert summary(tmp_path / "run")["stopped_by"] == "the guard: no_drift"
-    more = command("ckpt=last", "hydra.run.dir=run")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 3)  # as three: they would wait for each other
+        more = command("ckpt=last", "hydra.run.dir=run")
     assert more.status == 0, more.err
+    assert "3 threads, where the checkpoint's run had 1: " in more.out
     facts = summary(tmp_path / "run")
     assert (facts["status"], facts["stopped_by"], facts["iterations"]) == ("completed", None, 2)
 
