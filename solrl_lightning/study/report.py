@@ -386,13 +386,14 @@ def rank_section(history: Rows) -> Section:
             "overlap with the true best and worst",
             "rank/top_overlap",
             "rank/bottom_overlap",
-            "Share of the best and of the worst by the proxy that are so in BF16, too.",
+            "Share of the best and of the worst by the proxy that are so in BF16, too; by chance half of family.keep over "
+            "family.pool (12 of 96: 0.125).",
         ),
         (
             "mean true rank of the best and the worst",
             "rank/top_mean_rank",
             "rank/bottom_mean_rank",
-            "Ranks in BF16 of the seeds that the proxy calls the best and the worst.",
+            "Ranks in BF16 of the seeds that the proxy calls the best and the worst; by chance both are in the middle.",
         ),
         (
             "rank correlation on the kept set",
