@@ -1,8 +1,8 @@
 """Run mutation tests on the core of the method: ``python dev/mutants.py [NAME ...]``.
 
 Each mutant replaces one fragment of a file in a temporary copy of the tree and runs the tests named beside it. A mutant
-survives if they pass. The files in ``dev/mutants`` hold the mutants: for each file and name the fragment, its replacement
-and the tests.
+survives if they pass. The files in ``dev/mutants`` hold the mutants: for each file and name the fragment, what replaces
+it, and the tests.
 
 Tests run in forks of this process, which imports the libraries but not the package, so most mutants take seconds.
 Exit status 1: a mutant survived or exceeded the time limit, a fragment does not occur exactly once, or the tests fail

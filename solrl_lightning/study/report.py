@@ -386,8 +386,8 @@ def rank_section(history: Rows) -> Section:
             "overlap with the true best and worst",
             "rank/top_overlap",
             "rank/bottom_overlap",
-            "Share of the best and of the worst by the proxy that are so in BF16, too; by chance half of family.keep over "
-            "family.pool (12 of 96: 0.125).",
+            "Share of the best and of the worst by the proxy that are so in BF16, too; by chance half of family.keep "
+            "over family.pool (12 of 96: 0.125).",
         ),
         (
             "mean true rank of the best and the worst",
