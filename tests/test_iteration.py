@@ -14,7 +14,6 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.tasks.train import train
 
-FAMILIES = sorted(file.stem for file in Path(__file__).parents[1].joinpath("conf", "family").glob("*.yaml"))
 RUNS = [
     "family=sol_rl",
     "family=sol_rl objective=flow_grpo",
@@ -27,8 +26,10 @@ RUNS = [
 ]
 
 
-def test_every_family_is_among_the_runs() -> None:
-    assert {re.findall(r"family=(\w+)", run)[0] for run in RUNS} == set(FAMILIES)
+@pytest.mark.parametrize(("group", "default"), [("family", "sol_rl"), ("objective", "nft")])
+def test_every_family_and_objective_is_among_the_runs(group: str, default: str) -> None:
+    names = {file.stem for file in Path(__file__).parents[1].joinpath("conf", group).glob("*.yaml")}
+    assert {*re.findall(rf"{group}=(\w+)", " ".join(RUNS)), default} == names
 
 
 @pytest.mark.parametrize("run", RUNS)
