@@ -158,8 +158,7 @@ class ConfigTree:
             dotted = [override for override, parent, _, name in parted if name in Run.defaults(parent)]
         if not dotted:
             return list(arguments)
-        choices = [_swept(override, every=True) for override in overrides if self.options(override.key_or_group)]
-        trees = [self.nodes(combination) for combination in itertools.product(*choices)]
+        trees = self.combinations(overrides)
         added = {
             override.input_line
             for override in dotted
@@ -167,6 +166,11 @@ class ConfigTree:
             and all(isinstance(tree.get(override.key_or_group.rpartition(".")[0]), dict) for tree in trees)
         }
         return [f"++{argument}" if argument in added else argument for argument in arguments]
+
+    def combinations(self, overrides: Iterable[Override]) -> list[dict[str, Any]]:
+        """Return the `nodes` of every combination of the options that ``overrides`` choose and the keys they add."""
+        choices = [_swept(each, every=True) for each in overrides if self.options(each.key_or_group) or adds(each)]
+        return [self.nodes(combination) for combination in itertools.product(*choices)]
 
     def nodes(self, choices: Sequence[str]) -> dict[str, Any]:
         """Return the value of each node of the options ``choices`` by its dotted key."""
@@ -250,6 +254,11 @@ def _with_home(override: Override) -> str:
     """Return the argument of ``override``, with the home folder for ``~`` at the beginning of each text in quotes."""
     home = os.path.expanduser("~/")
     return _QUOTED_HOME.sub(lambda quote: quote[1] + home.replace(quote[1], f"\\{quote[1]}"), str(override.input_line))
+
+
+def adds(override: Override) -> bool:
+    """Whether ``override`` has a plus sign."""
+    return override.is_add() or override.is_force_add()
 
 
 def _swept(override: Override, every: bool) -> list[str]:
@@ -344,7 +353,9 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
         if tree.options(override.key_or_group) and not isinstance(override.value(), dict):
             _check_option(override, tree.options(override.key_or_group))
             choices.append(str(override.input_line))
-        elif not (override.is_add() or override.is_force_add() or override.is_delete()):
+        elif adds(override):
+            choices.append(str(override.input_line))
+        elif not override.is_delete():
             values.append(override)
     known = tree.nodes(choices) if values else {}
     for override in values:

@@ -21,7 +21,7 @@ from solrl_lightning.artifacts.formatting import path_option, quoted, shell_quot
 from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free, run_of
 from solrl_lightning.artifacts.started_runs import started_runs
-from solrl_lightning.cli.config import ConfigTree, as_written, own_sources, resolvable, searched
+from solrl_lightning.cli.config import ConfigTree, adds, as_written, own_sources, resolvable, searched
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import LORA_FILES
 
@@ -99,12 +99,11 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     sources = [] if tree.own_sources else _recorded_sources(source)
     tree.look_in(sources)
     new = [o for o in overrides if o.key_or_group not in ("ckpt", "hydra.run.dir")]
-    new_keys = {o.key_or_group for o in new}
     recorded = [o for o in _recorded_overrides(tree, source) if o.key_or_group not in ("ckpt", "task")]
     if not training:  # another task has other keys, and none runs with shards
         sharded = any(o.key_or_group == "trainer" and o.value() == "fsdp" for o in recorded)
         recorded = [o for o in recorded if not is_subkey(_dotted(o), "task", *(["trainer"] if sharded else []))]
-    lines = [str(o.input_line) for o in recorded if o.key_or_group not in new_keys] + [str(o.input_line) for o in new]
+    lines = [str(o.input_line) for o in [*_still_valid(tree, recorded, new), *new]]
     merged = [*searched(sources), *lines, f"ckpt={quoted(checkpoint.absolute())}"]
     if in_place:
         _check_resumable(tree, source, checkpoint, new, lines)
@@ -120,6 +119,20 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     )
     newest = value == "last" and folder is None
     return Resumed(merged, checkpoint, source if in_place else None, training, message, value == "auto", newest)
+
+
+def _still_valid(tree: ConfigTree, recorded: list[Override], new: list[Override]) -> list[Override]:
+    """Return those of ``recorded`` that no ``new`` one of the same key replaces, and whose keys are there with ``new``.
+
+    One without a plus sign needs a key that one with a plus sign has added. A group with another option may lack keys.
+    """
+    changed, added = {o.key_or_group for o in new}, {o.key_or_group for o in new if adds(o)}
+    valid = [o for o in recorded if o.key_or_group not in (added if adds(o) else changed)]
+    groups = [o.key_or_group for o in new if tree.options(o.key_or_group)]
+    if not groups:
+        return valid
+    keys = {key for nodes in tree.combinations([*valid, *new]) for key in nodes}
+    return [o for o in valid if o.key_or_group in keys or not is_subkey(o.key_or_group, *groups)]
 
 
 def resume_command(folder: Path) -> str:

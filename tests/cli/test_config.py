@@ -204,6 +204,7 @@ def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(
             "with family=diffusionnft. These have it: family=prefix, family=race, ",
         ),
         ("callbacks.checkpoint.verbose=true", "Write +callbacks.checkpoint.verbose=<value> if solrl_lightning."),
+        ("+callbacks.lr._target_=a.B callbacks.lr.x=1", "Write +callbacks.lr.x=<value> if a.B takes it."),
         ("optimizer.amsgrad=true", "Write +optimizer.amsgrad=<value> if torch.optim.AdamW takes it."),
         ("reward=vlm reward.vlm.answers=[yes]", "must be keys with values. Write 'reward.vlm.answers={<key>: <value>"),
         (

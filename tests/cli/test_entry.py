@@ -644,6 +644,31 @@ def test_resumable_keys_may_change_on_a_resume(command: Command, earlier: Path) 
     assert (cfg["model"]["micro_batch"], cfg["evaluation"]["every"], "logger" in cfg) == (8, 7, False)
 
 
+OWN = "+callbacks.g={_target_:a.B,x:1}"
+
+
+@pytest.mark.parametrize(
+    ("of_run", "new", "kept"),
+    [
+        (OWN, "~callbacks.g", OWN),
+        (OWN, "callbacks.g=null", OWN),
+        (f"+{OWN} ~callbacks.g", "callbacks.g={x:2}", f"+{OWN}"),
+        (f"{OWN} callbacks.g=null", "+callbacks.g={_target_:c.D}", ""),
+        (f"{OWN} callbacks.g.x=2", "callbacks=[default,early_stopping]", f"{OWN} callbacks.g.x=2"),
+        ("logger=csv logger.csv.name=a ~logger.csv.prefix", "logger=tensorboard", ""),
+        ("logger.tensorboard.name=a", "~logger", ""),
+        ("logger.tensorboard.name=a", "logger=[csv,tensorboard]", "logger.tensorboard.name=a"),
+        ("family.explore.steps=3 family.pool=48", "family=naive_scaling", "family.pool=48"),
+    ],
+)
+def test_recorded_override_is_kept_if_its_key_is_there(earlier: Path, of_run: str, new: str, kept: str) -> None:
+    OmegaConf.save(OmegaConf.create(of_run.split()), earlier / ".hydra" / "overrides.yaml")
+    with ConfigTree() as tree:
+        (*lines, _) = resume(tree, [new, f"ckpt={earlier / 'checkpoints' / 'last.ckpt'}"], False).arguments
+        assert lines == [*kept.split(), new]
+        tree.jobs(lines, multirun=False)
+
+
 def test_failed_resume_keeps_the_record_of_the_run(command: Command, earlier: Path) -> None:
     record = {file.name: file.read_bytes() for file in (earlier / ".hydra").iterdir()}
     for iterations in (40, 50):
