@@ -1,14 +1,19 @@
-"""Samples and scores candidates by explorers: seeds are sent; scores come back, and latents if a stage continues.
+"""Explorers, actors with a module of their own, and what samples by them: seeds are sent, and scores come back.
 
 A *chunk*, as many candidates as a forward pass takes, is a call of an actor, so equal machines give equal bits, whoever
 answers. Its weights are those of its submission: what is explored ahead has the present ones, which are older by then.
+Shapes: P prompts, N candidates of each, B chunk, R rewards.
 """
 
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import ray
@@ -16,7 +21,11 @@ import torch
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from torch import Tensor
 
-from solrl_lightning.errors import ExplorersLost
+from solrl_lightning import __version__
+from solrl_lightning.build import build_model, build_rewards
+from solrl_lightning.cli.console import silence_libraries
+from solrl_lightning.errors import ExplorersLost, UserError
+from solrl_lightning.machine import allocator
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
@@ -24,17 +33,76 @@ from solrl_lightning.rollout.chunks import BatchSize, Chunk
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.sampling import SolverState
-from solrl_lightning.sampling.state import map_tensors
+from solrl_lightning.sampling.state import concatenate, map_tensors
+from solrl_lightning.training.module import SolRLModule
 
 log = logging.getLogger(__name__)
 
 REQUESTS = 2
 """To an explorer at the same time: one is computed while the other one travels."""
 PATIENCE = 600.0
-"""Seconds that an answer is awaited, of which an explorer may need some to start again and to load its model."""
+"""Seconds in which one explorer must answer, some of them to get a place in the cluster and to load a model."""
 
 PoolOf = Callable[[int], tuple[EncodedPrompts, Tensor]]
 """Iteration -> its encoded prompts P and seeds [P, N]."""
+
+
+class Explorer:
+    """Samples and scores chunks; one is sampled while the one before is scored.
+
+    ``version``: of this package in the run's process; ``folder``: its working directory, for relative paths.
+    """
+
+    def __init__(self, cfg: Run, version: str, folder: str) -> None:
+        if version != __version__:
+            node = ray.util.get_node_ip_address()
+            raise UserError(f"{node} has solrl-lightning {__version__}, and the run {version}. Install one on both.")
+        with suppress(FileNotFoundError):
+            os.chdir(folder)
+        self.cfg, self._turn = cfg, Lock()
+        self._device = torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")  # Ray hides the other GPUs
+        self._weights: ray.ObjectRef | None = None  # that the sampler has
+
+    @ray.method(max_task_retries=-1)  # as often as Ray starts it again
+    def ready(self) -> str:
+        """Build the module, and return the precision of its shadow; raises what ``build_model`` does."""
+        with self._turn:
+            return self._module.transformers.precision_backend
+
+    @cached_property
+    def _module(self) -> SolRLModule:
+        silence_libraries()
+        allocator.configure()
+        rewards = build_rewards(self.cfg.reward, self.cfg.model.frames, self._device)
+        module = build_model(self.cfg, self._device, self.cfg.family.exploring_samplers, rewards)
+        self._submit = module.scoring_worker().__enter__()  # for as long as the process lives
+        return module
+
+    @torch.no_grad()
+    def sample(self, weights: list[Any], prompts: Any, owner: Any, seeds: Any, stage: Stage, state: Any) -> Any:
+        """Return scores [B, R], states [B, ...] and seconds of the seeds [B] of the prompts ``owner`` [B].
+
+        ``weights``: in the object store, in a list, so that Ray does not read them for every chunk. ``state``:
+        [B, 1, ...], or None for the seeds' noise.
+        """
+        with self._turn:
+            start, module = time.perf_counter(), self._module
+            sampler = module.transformers.samplers[stage.sampler]
+            if self._weights != weights[0]:
+                sampler.sync(moved(ray.get(weights[0]), self._device), None)
+                (self._weights,) = weights
+            encoded = moved(prompts, self._device).gather(owner)
+            chunks = sampler.sample(stage, encoded, seeds[:, None], moved(state, self._device))
+            state = concatenate([chunk.state for chunk in chunks])
+            score, rewards = module.scorer(stage), module.rewards.for_training
+            scores = self._submit(lambda: score(rewards, state.x0, encoded.prompts, seeds))
+            seconds = time.perf_counter() - start
+        return moved((scores.result(), state if stage.with_states else None, seconds), "cpu")
+
+
+def moved(tree: Any, device: Any) -> Any:
+    """Return ``tree`` with its tensors on ``device``."""
+    return map_tensors(lambda tensor: tensor.to(device), tree)
 
 
 @dataclass(eq=False)
@@ -55,27 +123,26 @@ class RaySampler:
         self.batch_size = BatchSize(cfg.explorers.rollout_batch or cfg.model.rollout_batch, pad_to_size=False)
         self.version: int | None = None
         self._last = cfg.family.stages(model.sigmas)[-2].end  # of exploration
-        self._weights: list[ray.ObjectRef] = []
         self._ahead: dict[int, list[Task]] = {}  # by iteration
         self._waiting: deque[Task] = deque()
         self._sent: dict[ray.ObjectRef, tuple[int, Task | None]] = {  # to an explorer, which has its model with None
             explorer.ready.remote(): (number, None) for number, explorer in enumerate(explorers)
         }
         self._answering: set[int] = set()  # explorers
-        self._last_words = "none has started."
-        self._lags, self._seconds, self._lost = [0], 0.0, 0  # since the last sync
+        self._last_words = "the cluster has no room for explorers.resources, or their models take longer to load."
+        self._lag, self._seconds, self._lost = 0, 0.0, 0  # since the last sync
         self._receive_until(lambda: self._answering)
 
     def metrics(self) -> dict[str, float]:
         """Return, since the last `sync`: lag, explorers that answer, their seconds, and how often one was lost."""
-        lag, answering = sum(self._lags) / max(1, len(self._lags)), len(self._answering)
+        lag, answering = self._lag, len(self._answering)
         return {"lag": lag, "explorers": answering, "explorer_seconds": self._seconds, "explorers_lost": self._lost}
 
     def sync(self, state: State, version: int | None) -> None:
         """Sample with ``state`` from now on."""
         assert version is not None, "explorers sample with the old policy"
-        self.version, self._weights = version, [ray.put({name: value.cpu() for name, value in state.items()})]
-        self._lags, self._seconds, self._lost = [], 0.0, 0
+        self.version, self._weights = version, [ray.put(moved(state, "cpu"))]
+        self._lag, self._seconds, self._lost = 0, 0.0, 0
 
     def sample(
         self,
@@ -88,13 +155,12 @@ class RaySampler:
         """Yield the sampled and scored chunks of seeds [P, N], in their order.
 
         Raises:
-            ExplorersLost: no explorer can be started again, or an answer takes longer than `PATIENCE`.
+            ExplorersLost: no explorer answers for `PATIENCE`, or none can be started again.
         """
         assert self.version is not None and not transitions, "exploration records no steps"
         if initial_state is None:
             self._first = stage
-        tasks = self._ahead.pop(self.version, None) if initial_state is None else None
-        tasks = tasks or self._submit(self.version, stage, prompts, seeds, initial_state)
+        tasks = self._ahead.pop(self.version, None) or self._submit(self.version, stage, prompts, seeds, initial_state)
         # After the last stage, because explorers take chunks in their order.
         ahead = self._cfg.explorers.max_lag if stage.end == self._last else 0
         for later in range(self.version + 1, min(self.version + 1 + ahead, self._cfg.iterations)):
@@ -103,9 +169,9 @@ class RaySampler:
         for task in tasks:
             self._receive_until(lambda: task.answer)  # noqa: B023
             scores, state, seconds = task.answer
-            self._lags.append(self.version - task.version)
+            self._lag = max(self._lag, self.version - task.version)
             self._seconds += seconds
-            yield Chunk(task.places, map_tensors(lambda tensor: tensor.to(self.model.device), state), None, scores)
+            yield Chunk(task.places, moved(state, self.model.device), None, scores)
         self._send(len(self._waiting))  # nobody receives during training
 
     def _submit(
@@ -114,8 +180,8 @@ class RaySampler:
         tasks = []
         for places in torch.arange(seeds.numel()).split(self.batch_size.size):
             used, owner = (places // seeds.shape[1]).unique(return_inverse=True)
-            first = map_tensors(lambda tensor: tensor.flatten(0, 1)[places], state)  # noqa: B023
-            sent = map_tensors(Tensor.cpu, (prompts.gather(used), owner, seeds.flatten()[places], stage, first))
+            first = map_tensors(lambda tensor: tensor.flatten(0, 1)[places, None], state)  # noqa: B023
+            sent = moved((prompts.gather(used), owner, seeds.flatten()[places], stage, first), "cpu")
             tasks.append(Task(places, version, (self._weights, *sent)))
         self._waiting.extend(tasks)
         return tasks
@@ -132,10 +198,9 @@ class RaySampler:
             counts[number] += 1
 
     def _receive_until(self, met: Callable[[], Any]) -> None:
-        end = time.monotonic() + PATIENCE
         while not met():
             self._send(REQUESTS)
-            done, _ = ray.wait([*self._sent], timeout=max(0.0, end - time.monotonic())) if self._sent else ([], [])
+            done, _ = ray.wait([*self._sent], timeout=PATIENCE) if self._sent else ([], [])
             if not done:
                 raise ExplorersLost(f"no explorer answers: {self._last_words}")
             number, task = self._sent.pop(done[0])
@@ -152,9 +217,9 @@ class RaySampler:
                     self._lost += 1
                     log.warning("explorer %d is lost, and others get its candidates: %s", number, self._last_words)
                     self._sent[self._explorers[number].ready.remote()] = number, None  # once Ray has started it again
-                continue
-            if task is None:
-                self.precision: str = answer
-                self._answering.add(number)
             else:
-                task.answer = answer
+                if task is None:
+                    self.precision: str = answer
+                    self._answering.add(number)
+                else:
+                    task.answer = answer

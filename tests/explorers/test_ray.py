@@ -39,6 +39,6 @@ def run_driver(arguments: list[str]) -> int:
     sys.path.insert(0, str(TESTS.parent))
     with ForksOfThisProcess() as forks, forked_workers():
         imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # before pytest could rewrite their assertions
-        options = ["-n", "0", "-p", "no:cacheprovider", f"--basetemp={folder}/driver", *imported]
+        options = ["-x", "-n", "0", "-p", "no:cacheprovider", f"--basetemp={folder}/driver", *imported]
         options += ["-W", "ignore::pytest.PytestUnraisableExceptionWarning"]  # what Ray leaves open
         return pytest.main([*options, str(TESTS / "explorers/driver.py")], plugins=[Runs(forks)])
