@@ -251,7 +251,6 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     if resumed.checkpoint is not None and (recorded := recorded_contents(resumed.checkpoint)) is not None:
         _is_over(resumed, jobs, *recorded)
     _each(jobs, checks.check_needs)
-    _each(jobs, lambda options: notes.extend(check_hub(*checks.downloads(options))))
     _each(jobs, checks.check_machine)
     message = resumed.message
     if resumed.checkpoint is not None:
@@ -260,6 +259,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         message += f"; iterations done: {done}" if resumed.training else ""
         if resumed.training and is_over:
             message += ". It was stopped before its results were written: writing them"
+    _each(jobs, lambda options: notes.extend(check_hub(*checks.downloads(options))))  # after what needs no network
     _print_first(*dict.fromkeys(notes))
     _each(jobs, checks.check_prompts)
     _print_first(message)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from reward_servers import in_thread
+from small_runs import Command, the_line
 
 from solrl_lightning.cli import hub
 from solrl_lightning.cli.checks import downloads
@@ -63,6 +64,12 @@ def test_silent_hub_error_names_model_requirements_in_time(compose: Compose) -> 
     assert NEEDS in str(error.value) and "use model.pretrained=<local folder>" in str(error.value)
     with pytest.raises(UserError, match="^reward.pickscore.pretrained=yuvalkirstain/PickScore_v1 is invalid: "):
         check(compose("reward=pickscore"))
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize("value", ["objective.beta=-1", "+reward.shapes.side=7", "+optimizer.fused=7"])
+def test_wrong_value_of_a_class_comes_before_the_hub(command: Command, value: str) -> None:
+    assert f"{value.lstrip('+')} is invalid" in the_line(command(*FLUX, "reward=shapes", value).err)
 
 
 @pytest.mark.usefixtures("silent")
