@@ -7,7 +7,6 @@ written.
 from solrl_lightning.machine import allocator, interrupts, threads  # first: they act while the others are loaded
 
 # isort: split
-import io
 import logging
 import math
 import os
@@ -70,11 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command line. Return its exit status, for a sweep the highest of its jobs."""
     reported: list[Exception] = []  # by the jobs of this process
     jobs: list[DictConfig] = []  # of this process, so far
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell
-            setattr(sys, name, open(os.devnull, "w"))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a character that it lacks ends no run
+    sys.stdout, sys.stderr = interrupts.lasting(sys.stdout), interrupts.lasting(sys.stderr)
 
     def job(cfg: DictConfig) -> Any:
         jobs.append(cfg)

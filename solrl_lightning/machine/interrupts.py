@@ -1,13 +1,16 @@
 """Ctrl-C while a program loads its libraries ends it without a traceback; importing this module begins that time.
 
-A terminal that is closed ends it as SIGTERM does.
+A terminal that is closed and a limit of CPU seconds end it as SIGTERM does.
 """
 
+import errno
+import io
 import os
 import signal
 import sys
 import threading
 from types import FrameType
+from typing import Any, TextIO
 
 _IN_MAIN = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
 _HANDLER = signal.signal(signal.SIGINT, signal.SIG_DFL) if _IN_MAIN else None
@@ -16,18 +19,47 @@ _HANDLER = signal.signal(signal.SIGINT, signal.SIG_DFL) if _IN_MAIN else None
 def restore() -> None:
     """Make Ctrl-C a KeyboardInterrupt again, also where a shell has started the program in its background.
 
-    SIGHUP becomes SIGTERM, unless nohup has made the program ignore it.
+    SIGHUP and SIGXCPU become SIGTERM, unless nohup has made the program ignore the former.
     """
     if _IN_MAIN:
         signal.signal(signal.SIGINT, signal.default_int_handler if _HANDLER is signal.SIG_IGN else _HANDLER)
-    if _IN_MAIN and sys.platform != "win32" and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, _terminate)
+    for name in ("SIGHUP", "SIGXCPU") if _IN_MAIN and sys.platform != "win32" else ():
+        if signal.getsignal(signal.Signals[name]) == signal.SIG_DFL:
+            signal.signal(signal.Signals[name], _terminate)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    for descriptor in (1, 2):
-        try:
-            os.write(descriptor, b"")
-        except OSError:  # the terminal is gone, and a line printed there would be an error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    if number == signal.SIGXCPU:  # comes again each second, unless the limit is raised
+        import resource  # which Windows lacks
+
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
     signal.raise_signal(signal.SIGTERM)
+
+
+class _Terminal(io.FileIO):
+    """A terminal: once it is gone, as after `disown`, what is written goes nowhere."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return super().write(data)
+
+
+def lasting(stream: TextIO | None) -> TextIO:
+    """Return ``stream``, or one in its place to which a program can write even if nobody reads it.
+
+    The shell may have closed it (None), the terminal may go away, and a character may be missing in its encoding.
+    """
+    if stream is None:
+        return open(os.devnull, "w")
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+        if stream.isatty():
+            terminal = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+            return io.TextIOWrapper(terminal, stream.encoding, stream.errors, line_buffering=True)
+    return stream

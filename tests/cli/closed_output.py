@@ -2,6 +2,9 @@
 
 import os
 import sys
+from typing import Any
+
+from lightning.pytorch import Callback
 
 from solrl_lightning.__main__ import main
 
@@ -19,3 +22,22 @@ def to_no_reader(arguments: list[str]) -> int:
     os.close(reader)
     os.dup2(writer, 1)
     return main(arguments)
+
+
+class HangUp(Callback):
+    """Closes the terminal when training starts."""
+
+    terminal: int
+
+    def on_train_start(self, *args: Any) -> None:
+        os.close(self.terminal)
+
+
+def to_lost_terminal(arguments: list[str]) -> int:
+    """As after `disown` in a terminal that is then closed."""
+    HangUp.terminal, output = os.openpty()
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(output, descriptor)
+        setattr(sys, name, open(descriptor, "w", closefd=False))
+    os.close(output)
+    return main([*arguments, f"+callbacks.hang_up._target_={__name__}.HangUp"])

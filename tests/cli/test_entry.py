@@ -939,9 +939,10 @@ def test_reader_that_closes_the_output_causes_no_message(forks: Forks, tmp_path:
 
 @pytest.mark.slow
 def test_command_without_an_output_runs(forks: Forks, tmp_path: Path) -> None:
-    ended = forks.run(tmp_path, *SMALL, "hydra.run.dir=run", target="cli/closed_output:to_nowhere")
-    assert ended.status == 0 and "Traceback" not in ended.output, ended.output
-    assert (tmp_path / "run" / "summary.json").is_file()
+    for target in ("to_nowhere", "to_lost_terminal"):
+        ended = forks.run(tmp_path, *SMALL, f"hydra.run.dir={target}", target=f"cli/closed_output:{target}")
+        assert ended.status == 0 and "Traceback" not in ended.output, ended.output
+        assert (tmp_path / target / "summary.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_summary(command: Command, tmp_path: Pa
     assert "interrupted after" in done.out and "Traceback" not in done.out + done.err
 
 
-@pytest.mark.parametrize(("number", "evaluations"), [(signal.SIGTERM, 0), (signal.SIGHUP, 1)])
+@pytest.mark.parametrize(("number", "evaluations"), [(signal.SIGTERM, 0), (signal.SIGHUP, 1), (signal.SIGXCPU, 1)])
 def test_a_signal_during_an_evaluation_ends_the_run_with_its_results(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, evaluations: int
 ) -> None:
@@ -193,10 +193,13 @@ def test_a_signal_during_an_evaluation_ends_the_run_with_its_results(
         validation_step(self, prompts, batch_idx)
 
     monkeypatch.setattr(SolRLModule, "validation_step", signalled)
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+    before = {
+        each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGHUP, signal.SIGXCPU)
+    }  # nohup ignores one
     interrupts.restore()
     done = command(*LONG, "iterations=2", "hydra.run.dir=run")
-    signal.signal(signal.SIGHUP, before)
+    for each, handler in before.items():
+        signal.signal(each, handler)
     assert done.status == 143 and "terminated\n" in done.err
     summary = summary_of(tmp_path / "run")
     assert (summary["status"], summary["iterations"]) == ("interrupted", evaluations)
