@@ -70,18 +70,14 @@ def measure(chunk: int, rounds: int, overrides: list[str]) -> None:
                 cpu[place].append(cpu_seconds() - cpu_before)
             idle.append(seconds["there"][-1] / busy - 1)
             there.sync(module.policy_state("old"), iteration + 1)
-        here, elsewhere = (statistics.median(values[1:]) for values in seconds.values())
-        ratio, cpu_ratio = (
-            statistics.median(b / a for a, b in zip(pair["here"][1:], pair["there"][1:], strict=True))
-            for pair in (seconds, cpu)
-        )
         chunks = -(-encoded.conditioning[next(iter(encoded.conditioning))].shape[0] * cfg.family.pool // chunk)
-        print(
-            f"chunks of {chunk}: {here / chunks:.3f} s each here, {elsewhere / chunks:.3f} s by an explorer, ratio "
-            f"{ratio:.3f}, of CPU seconds {cpu_ratio:.3f}; without work {statistics.median(idle[1:]):.3f}; "
-            f"start {start:.1f} s",
-            flush=True,
-        )
+        parts = []
+        for unit, pair in (("s", seconds), ("CPU s", cpu)):
+            here, elsewhere = (statistics.median(values[1:]) / chunks for values in pair.values())
+            ratio = statistics.median(b / a for a, b in zip(pair["here"][1:], pair["there"][1:], strict=True))
+            parts.append(f"{here:.3f} {unit} each here, {elsewhere:.3f} by an explorer, ratio {ratio:.3f}")
+        without = statistics.median(idle[1:])
+        print(f"chunks of {chunk}: {'; '.join(parts)}; without work {without:.3f}; start {start:.1f} s", flush=True)
 
 
 def explore(explorers: int, overhead: float, generator: random.Random) -> float:

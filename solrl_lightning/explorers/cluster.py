@@ -15,7 +15,8 @@ import torch
 
 from solrl_lightning import __version__
 from solrl_lightning.errors import UserError
-from solrl_lightning.explorers.sampler import REQUESTS, Explorer
+from solrl_lightning.explorers.actor import Explorer
+from solrl_lightning.explorers.sampler import REQUESTS
 from solrl_lightning.names import AUTO
 from solrl_lightning.options.precision import Precision
 from solrl_lightning.options.run import Run

@@ -1,19 +1,13 @@
-"""Explorers, actors with a module of their own, and what samples by them: seeds are sent, and scores come back.
+"""Samples and scores candidates by explorers: seeds are sent; scores come back, and latents if a stage continues.
 
 A *chunk*, as many candidates as a forward pass takes, is a call of an actor, so equal machines give equal bits, whoever
 answers. Its weights are those of its submission: what is explored ahead has the present ones, which are older by then.
-Shapes: P prompts, N candidates of each, B chunk, R rewards.
 """
 
 import logging
-import os
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from threading import Lock
 from typing import Any
 
 import ray
@@ -21,11 +15,8 @@ import torch
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from torch import Tensor
 
-from solrl_lightning import __version__
-from solrl_lightning.build import build_model, build_rewards
-from solrl_lightning.cli.console import silence_libraries
-from solrl_lightning.errors import ExplorersLost, UserError
-from solrl_lightning.machine import allocator
+from solrl_lightning.errors import ExplorersLost
+from solrl_lightning.explorers.actor import moved
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
@@ -33,8 +24,7 @@ from solrl_lightning.rollout.chunks import BatchSize, Chunk
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.sampling import SolverState
-from solrl_lightning.sampling.state import concatenate, map_tensors
-from solrl_lightning.training.module import SolRLModule
+from solrl_lightning.sampling.state import map_tensors
 
 log = logging.getLogger(__name__)
 
@@ -45,64 +35,6 @@ PATIENCE = 600.0
 
 PoolOf = Callable[[int], tuple[EncodedPrompts, Tensor]]
 """Iteration -> its encoded prompts P and seeds [P, N]."""
-
-
-class Explorer:
-    """Samples and scores chunks; one is sampled while the one before is scored.
-
-    ``version``: of this package in the run's process; ``folder``: its working directory, for relative paths.
-    """
-
-    def __init__(self, cfg: Run, version: str, folder: str) -> None:
-        if version != __version__:
-            node = ray.util.get_node_ip_address()
-            raise UserError(f"{node} has solrl-lightning {__version__}, and the run {version}. Install one on both.")
-        with suppress(FileNotFoundError):
-            os.chdir(folder)
-        self.cfg, self._turn = cfg, Lock()
-        self._device = torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")  # Ray hides the other GPUs
-        self._weights: ray.ObjectRef | None = None  # that the sampler has
-
-    @ray.method(max_task_retries=-1)  # as often as Ray starts it again
-    def ready(self) -> str:
-        """Build the module, and return the precision of its shadow; raises what ``build_model`` does."""
-        with self._turn:
-            return self._module.transformers.precision_backend
-
-    @cached_property
-    def _module(self) -> SolRLModule:
-        silence_libraries()
-        allocator.configure()
-        rewards = build_rewards(self.cfg.reward, self.cfg.model.frames, self._device)
-        module = build_model(self.cfg, self._device, self.cfg.family.exploring_samplers, rewards)
-        self._submit = module.scoring_worker().__enter__()  # for as long as the process lives
-        return module
-
-    @torch.no_grad()
-    def sample(self, weights: list[Any], prompts: Any, owner: Any, seeds: Any, stage: Stage, state: Any) -> Any:
-        """Return scores [B, R], states [B, ...] and seconds of the seeds [B] of the prompts ``owner`` [B].
-
-        ``weights``: in the object store, in a list, so that Ray does not read them for every chunk. ``state``:
-        [B, 1, ...], or None for the seeds' noise.
-        """
-        with self._turn:
-            start, module = time.perf_counter(), self._module
-            sampler = module.transformers.samplers[stage.sampler]
-            if self._weights != weights[0]:
-                sampler.sync(moved(ray.get(weights[0]), self._device), None)
-                (self._weights,) = weights
-            encoded = moved(prompts, self._device).gather(owner)
-            chunks = sampler.sample(stage, encoded, seeds[:, None], moved(state, self._device))
-            state = concatenate([chunk.state for chunk in chunks])
-            score, rewards = module.scorer(stage), module.rewards.for_training
-            scores = self._submit(lambda: score(rewards, state.x0, encoded.prompts, seeds))
-            seconds = time.perf_counter() - start
-        return moved((scores.result(), state if stage.with_states else None, seconds), "cpu")
-
-
-def moved(tree: Any, device: Any) -> Any:
-    """Return ``tree`` with its tensors on ``device``."""
-    return map_tensors(lambda tensor: tensor.to(device), tree)
 
 
 @dataclass(eq=False)

@@ -36,8 +36,9 @@ from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt, identities
 from solrl_lightning.errors import ExplorersLost, UserError
 from solrl_lightning.explorers import cluster as clusters
 from solrl_lightning.explorers import sampler as samplers
+from solrl_lightning.explorers.actor import Explorer
 from solrl_lightning.explorers.cluster import explorers_of
-from solrl_lightning.explorers.sampler import Explorer, RaySampler
+from solrl_lightning.explorers.sampler import RaySampler
 from solrl_lightning.options.run import Run
 from solrl_lightning.rollout.explore import Explored, run_family
 from solrl_lightning.seeds import pool_seeds
