@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from solrl_lightning.artifacts.formatting import (
 )
 from solrl_lightning.artifacts.run_folder import RECORD
 from solrl_lightning.cli.config import as_written, own_sources, searched
+from solrl_lightning.metrics.selection_gain import GAIN_ERROR
 from solrl_lightning.study.confidence import mean_of
 from solrl_lightning.study.drawing import ITERATIONS, Chart, Series, cost_axis, draw_chart
 
@@ -40,7 +42,7 @@ _LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
 Rows = Sequence[Mapping[str, Any]]
 
 _FRACTION = (0.0, 1.0)
-_CLEAR = 1.1
+_CLEAR = math.exp(2 * GAIN_ERROR)
 """The factor between an estimated gain and its cost from which one is said to be larger."""
 _FRACTIONS = ("reward/zero_std_fraction", "train/clipped", "rank/top_overlap", "rank/bottom_overlap")
 _LIMITS = dict.fromkeys(_FRACTIONS, _FRACTION)

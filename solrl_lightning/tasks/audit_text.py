@@ -26,7 +26,8 @@ def format_audit(result: dict[str, Any]) -> str:
     legend = (
         "gap kept: share of the true reward gap between best and worst; passes, s/prompt: forward passes and seconds "
         f"to explore + regenerate; rho: spread of the kept rewards over that of {keep} random ones; gain: expected "
-        f"factor of what an iteration learns, rho ** {GAIN_EXPONENT} [95 % over prompts], between 1 and rho; cost: "
+        f"factor of what an iteration learns, rho ** {GAIN_EXPONENT} [95 %: prompts, and the error of this "
+        f"estimate], between 1 and rho; cost: "
         f"seconds of an iteration, with {without['training_seconds']:.3g} s of training a prompt, over those without "
         "selection, of one run"
     )

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.build import with_option
-from solrl_lightning.metrics.selection_gain import GAIN_EXPONENT, kept_variance, random_variance, ratio_of_sums
+from solrl_lightning.metrics.selection_gain import (
+    GAIN_ERROR,
+    GAIN_EXPONENT,
+    kept_variance,
+    random_variance,
+    ratio_of_sums,
+)
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Audit, Benchmark
 from solrl_lightning.rollout.stage import REGENERATE
@@ -28,7 +34,7 @@ _REPEATS = 4  # timed iterations, after one of warm-up
 
 
 class Gain(NamedTuple):
-    """A factor with its standard error over prompts and the limits of its 95 % interval; NaN if not known."""
+    """A factor, its standard error over prompts, and a 95 % interval with the error of the estimate; NaN: unknown."""
 
     mean: float
     error: float
@@ -42,12 +48,13 @@ class Gain(NamedTuple):
 def expected_gain(proxy: Tensor, truth: Tensor, keep: int) -> tuple[float, Gain]:
     """Return rho and the expected gain of selecting ``keep`` of the merits ``truth`` [P, N] by ``proxy`` [P, N].
 
-    The interval is that of Student's t for the logarithm of rho, whose error the jackknife over prompts gives.
+    The interval of the gain's logarithm has two parts: Student's t times the error over prompts, by the jackknife, and
+    two errors of the estimate itself.
     """
     squared, error = ratio_of_sums(kept_variance(proxy, truth, keep), random_variance(truth, keep))
     mean, prompts = squared ** (GAIN_EXPONENT / 2), len(truth)
     relative = GAIN_EXPONENT / 2 * error / squared if squared else math.nan
-    reach = t_quantile(prompts - 1) * relative if prompts > 1 else math.nan
+    reach = math.hypot(t_quantile(prompts - 1) * relative, 2 * GAIN_ERROR) if prompts > 1 else math.nan
     return math.sqrt(squared), Gain(mean, mean * relative, mean * math.exp(-reach), mean * math.exp(reach))
 
 
@@ -111,12 +118,13 @@ def judge(row: Mapping[str, Any] | None, prompts: int, equal: bool) -> tuple[boo
     ratio, gain = row["gain_per_cost"], row["gain"]
     facts = (
         f"with {row['name']} an iteration learns {gain['mean']:.2f} times as much (estimated) and takes "
-        f"{row['cost']:.2f} times as long (seconds of one run), gain/cost {interval_of(ratio)} over prompts"
+        f"{row['cost']:.2f} times as long (seconds of one run), gain/cost {interval_of(ratio)}"
     )
     instead = f"; without it {gain['mean']:.2f} times the iterations learn as much" if gain["mean"] > 1 else ""
     if ratio["low"] > 1:
         return True, f"selection pays: {facts}"
     if ratio["high"] < 1:
         return False, f"selection does not pay: {facts}{instead}"
-    more = f"task.prompts={4 * prompts} narrows the interval"
+    few = not ratio["error"] <= GAIN_ERROR * ratio["mean"]
+    more = f"task.prompts={4 * prompts} narrows the interval" if few else "a run of each tells"
     return False, f"not distinguishable: {facts}, includes 1; {more}{instead}"
