@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
@@ -151,11 +151,20 @@ def torchrun(arguments: list[str]) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    from solrl_lightning.__main__ import main
-
     config, *_ = config_from_args(parse_args(["program"]))
     config.start_method = "fork"
-    return max(elastic_launch(config, main)(arguments).values())
+    return max(elastic_launch(config, _rank)(arguments).values())
+
+
+def _rank(arguments: list[str]) -> int:
+    from solrl_lightning.__main__ import main
+
+    status = main(arguments)
+    if status != 0:  # a function that has returned waits for the other ranks, half a minute
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def _forked(request: dict[str, Any]) -> list[Ended]:
@@ -197,8 +206,10 @@ if __name__ == "__main__":
     import once
     import pytest
     import torch
+    from tqdm import tqdm
 
-    from solrl_lightning.cli.config import ConfigTree
+    from solrl_lightning.__main__ import main
+    from solrl_lightning.cli import launch
 
     torch.set_num_threads(1)
     for name in _IMPORTED:
@@ -206,6 +217,8 @@ if __name__ == "__main__":
     patch = pytest.MonkeyPatch()
     once.compose_once(patch)
     once.draw_once(patch)
-    with ConfigTree() as tree:
-        tree.compose(["experiment=smoke", "trainer=cpu"])
+    tqdm.monitor_interval = 0  # it would start a thread
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
+        main(f"experiment=smoke trainer=cpu iterations=1 hydra.run.dir={folder}/run ~logger".split())
+    launch.renew_store.cache_clear()  # which knows the launcher of a process
     _serve(sys.stdin, sys.stdout)

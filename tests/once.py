@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+from pathlib import Path
 from typing import Any
 
 import omegaconf
@@ -10,6 +11,7 @@ from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import Overrides
+from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig, grammar_parser
 
 
@@ -17,18 +19,22 @@ def compose_once(patch: pytest.MonkeyPatch) -> None:
     """Keep what Hydra reads and composes of the package's files and choices; it applies values each time."""
     kept = dict[Any, bytes]()
 
-    def packaged(repo: Any) -> bool:  # and no file of a test's own
-        return all(source.scheme() != "file" for source in repo.get_sources())
-
-    def paths(repo: Any) -> tuple[str, ...]:
-        return tuple(source.path for source in repo.get_sources())
+    def held(repo: Any) -> tuple[Any, ...]:
+        """Return what the sources have: the places of packages, and the files of folders, which a test may change."""
+        return tuple(
+            (source.path, *((str(file), file.read_bytes()) for file in sorted(Path(source.path).rglob("*.yaml"))))
+            if source.scheme() == "file"
+            else source.path
+            for source in repo.get_sources()
+        )
 
     read = ConfigRepository.load_config
 
     def read_once(self: ConfigRepository, config_path: str) -> Any:
-        if not packaged(self):
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None or source.scheme() == "file":
             return read(self, config_path)
-        key = "file", paths(self), config_path
+        key = "file", source.path, source.provider, config_path
         if key not in kept:
             kept[key] = pickle.dumps(read(self, config_path))
         return pickle.loads(kept[key])
@@ -36,10 +42,8 @@ def compose_once(patch: pytest.MonkeyPatch) -> None:
     choose = defaults_list._create_defaults_list
 
     def chosen_once(repo: Any, config_name: Any, overrides: Overrides, **flags: bool) -> Any:
-        if not packaged(repo):
-            return choose(repo, config_name, overrides, **flags)
         choices = {name: value for name, value in vars(overrides).items() if name != "config_overrides"}
-        key = "choices", paths(repo), config_name, *flags.values(), pickle.dumps(choices)
+        key = "choices", held(repo), config_name, *flags.values(), pickle.dumps(choices)
         if key not in kept:
             defaults, tree = choose(repo, config_name, overrides, **flags)
             kept[key] = pickle.dumps((defaults, tree, {name: getattr(overrides, name) for name in choices}))
@@ -50,9 +54,7 @@ def compose_once(patch: pytest.MonkeyPatch) -> None:
     merge = ConfigLoaderImpl._compose_config_from_defaults_list
 
     def merged_once(self: ConfigLoaderImpl, defaults: Any, repo: Any) -> DictConfig:
-        if not packaged(repo):
-            return merge(self, defaults, repo)
-        key = "composition", paths(repo), pickle.dumps(defaults)
+        key = "composition", held(repo), pickle.dumps(defaults)
         if key not in kept:
             kept[key] = pickle.dumps(merge(self, defaults, repo))
         return pickle.loads(kept[key])
