@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import ray
 import torch
@@ -38,28 +37,29 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         UserError: there is no such cluster, or it has another version.
     """
     options, address = cfg.explorers, cfg.explorers.address or os.environ.get("RAY_ADDRESS", _LOCAL)
-    environment: dict[str, str] = {}
+    on_sigterm, visible = signal.getsignal(signal.SIGTERM), os.environ.get(_GPUS)
     local: dict[str, Any] = {}
     if address == _LOCAL:
         if ranks > 1:
             rule = "each of several ranks would start a cluster of its own. Start one with 'ray start --head', and set"
             raise UserError(f"explorers.address=null is invalid: {rule} explorers.address=auto.")
         gpus, cpus = _other_gpus(device), math.ceil(options.count * options.resources.num_cpus)
-        environment = {**ENVIRONMENT, **os.environ, _GPUS: ",".join(gpus)}  # the GPUs that explorers get
+        os.environ.update({**ENVIRONMENT, **os.environ, _GPUS: ",".join(gpus)})  # the GPUs that explorers get
         local = {"num_cpus": cpus, "num_gpus": len(gpus), "include_dashboard": False}
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         host, colon, port = address.rpartition("://")[2].rpartition(":")
         if colon:  # Ray would try for a quarter of an hour
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-        with patch.dict(os.environ, environment):
-            ray.init(address, logging_level="warning", **local)
+        ray.init(address, logging_level="warning", **local)
     except Exception as error:  # Ray raises this class itself, too
         reason = " ".join(str(error).split()).rstrip(".")
         fix = "Start a cluster with 'ray start --head', or leave it out."
         raise UserError(f"explorers.address={address} is invalid: {reason}. {fix}") from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has set its own, which ends the run without a checkpoint
+        os.environ.pop(_GPUS, None)
+        if visible is not None:
+            os.environ[_GPUS] = visible
     # Ray ends this process without a word as soon as the Ray of this machine has ended, or a minute after the head.
     resume = f"Start it again, and resume with ckpt=last hydra.run.dir={cfg.run_dir}"
     says = f"error: Ray has ended here or at the head of the cluster, or this process was killed. {resume}"
