@@ -63,7 +63,6 @@ class Forks:
         folder: Path,
         *arguments: str,
         target: str = "solrl_lightning.__main__:main",
-        kill_after: float | None = None,
         kill_at: str | None = None,
         file_limit: int | None = None,
     ) -> Ended:
@@ -71,11 +70,10 @@ class Forks:
 
         Args:
             target: [folder of the tests/]module:function that takes the arguments and returns the status.
-            kill_after: seconds until SIGKILL.
             kill_at: a path in ``folder``; SIGKILL once it exists.
             file_limit: bytes; the kernel kills the run while it writes a longer file.
         """
-        faults = dict(kill_after=kill_after, kill_at=kill_at, file_limit=file_limit)
+        faults = dict(kill_at=kill_at, file_limit=file_limit)
         (ended,) = self.ranks(folder, [{}], *arguments, target=target, **faults)
         return ended
 
@@ -178,21 +176,18 @@ def _forked(request: dict[str, Any]) -> list[Ended]:
                 os.dup2(output.fileno(), 2)
                 _run(request, environment)
             runs.append((process, output))
-        if request.get("kill_after") is not None or request.get("kill_at") is not None:
+        if request.get("kill_at") is not None:
             ((process, _),) = runs
-            while not _is_time(request, started) and os.waitid(os.P_PID, process, _ENDED) is None:
+            while (
+                not Path(request["folder"], request["kill_at"]).exists()
+                and os.waitid(os.P_PID, process, _ENDED) is None
+            ):
                 time.sleep(0.005)
             os.kill(process, signal.SIGKILL)  # no harm to one that has ended: it is not waited for yet
         return [_waited_for(process, output, started) for process, output in runs]
 
 
 _ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
-
-
-def _is_time(request: dict[str, Any], started: float) -> bool:
-    if request["kill_at"] is not None:
-        return (Path(request["folder"]) / request["kill_at"]).exists()
-    return time.monotonic() >= started + request["kill_after"]
 
 
 def _waited_for(process: int, output: IO[bytes], started: float) -> Ended:

@@ -36,11 +36,10 @@ def test_every_family_and_objective_is_among_the_runs(group: str, default: str) 
 def test_the_page_trains_the_weights_that_the_command_trains(
     compose: Callable[..., Run], tmp_path: Path, caplog: pytest.LogCaptureFixture, run: str
 ) -> None:
-    small = (
-        "experiment=smoke trainer=cpu ~logger data.eval_prompts=1 data.eval_images=1 model.micro_batch=5 family.pool=6"
-    )
-    others = "~callbacks.sample_grid ~callbacks.rank_correlation ~callbacks.guard"
-    cfg = compose(*small.split(), *others.split(), *run.split())
+    small = "experiment=smoke trainer=cpu ~logger data.eval_prompts=1 data.eval_images=1 model.eval_steps=1 "
+    small += "model.micro_batch=5 family.pool=6"
+    names = "sample_grid rank_correlation guard summary export best".split()
+    cfg = compose(*small.split(), *(f"~callbacks.{name}" for name in names), *run.split())
     of_page = iteration.train(cfg, torch.device("cpu")).state_dict()
     train(cfg)
     assert ("It is a control" in caplog.text) == ("naive_quant" in run)

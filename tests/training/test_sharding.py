@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from solrl_lightning.training import sharding
 
 SMALL = (
-    "experiment=smoke trainer=fsdp trainer.accelerator=cpu trainer.devices=1 family=diffusionnft family.pool=2 "
-    "family.keep=2 model.full_steps=2 model.eval_steps=1 data.eval_prompts=1 callbacks.sample_grid.every=0 ~logger "
-    "iterations=2"
+    "experiment=smoke trainer=fsdp trainer.accelerator=cpu trainer.devices=1 prompts_per_iteration=1 "
+    "family=diffusionnft family.pool=2 family.keep=2 model.full_steps=2 model.eval_steps=1 data.eval_prompts=1 "
+    "data.eval_images=1 callbacks.sample_grid.every=0 ~callbacks.best ~logger iterations=2"
 ).split()
 
 
