@@ -53,6 +53,7 @@ def locate(key: str, node: Any) -> Callable[..., Any]:
     try:
         target = resolve_name(str(name))
         reason = f"{target!r} cannot be called"
+        _ = callable(target) and inspect.signature(target)  # classes of C may have none
     except Exception as error:  # of a module of the user's own, any
         target, reason = None, sentence(error).rstrip(".")
     if not callable(target):
@@ -64,6 +65,19 @@ def locate(key: str, node: Any) -> Callable[..., Any]:
 def check_arguments(key: str, node: Any, provided: Collection[str] = ()) -> None:
     """Raise UserError unless the target of ``node``, the value of ``key``, takes its keys beside ``provided``."""
     check_node(key, locate(key, node), node, provided)
+
+
+def check_factor(key: str, node: Any) -> None:
+    """Raise UserError unless the target of ``node``, the value of ``key``, makes a function of the iterations done."""
+    parameters = inspect.signature(locate(key, node)).parameters.values()
+    keys = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    lacking = next((each.name for each in keys if each.default is each.empty and each.name not in node), None)
+    if lacking is not None or not callable(make(key, node)):
+        lack, fix = (f", which lack {lacking},", f", or add +{key}.{lacking}=<value>") if lacking else ("", "")
+        raise UserError(
+            f"{key}._target_={node['_target_']} is invalid: it is called with the keys beside _target_{lack} and must "
+            f"return a function of the iterations done. Write def <name>(<keys>): return lambda done: <value>{fix}."
+        )
 
 
 def check_optimizer(node: Any) -> None:

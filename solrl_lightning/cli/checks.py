@@ -175,7 +175,7 @@ def check_machine(options: Run) -> None:
 
     from solrl_lightning.policies.base_weights import check_storage
     from solrl_lightning.quantization import resolve
-    from solrl_lightning.targets import check_arguments, check_objective, check_optimizer
+    from solrl_lightning.targets import check_arguments, check_factor, check_objective, check_optimizer
 
     accelerator, devices = options.trainer.get("accelerator"), options.trainer.get("devices")
     on_gpus = accelerator == "cuda" or (accelerator == "gpu" and not torch.backends.mps.is_available())
@@ -203,7 +203,7 @@ def check_machine(options: Run) -> None:
                 if node is not None:
                     check_arguments(f"{group}.{name}", node)
     if "train" in options.task.reads:
-        check_arguments("scheduler", options.scheduler)
-        check_arguments("old_policy", options.old_policy)
+        check_factor("scheduler", options.scheduler)
+        check_factor("old_policy", options.old_policy)
         check_optimizer(options.optimizer)
         check_objective(options.objective, options.family.regenerate.steps, options.model.guidance_scale)

@@ -377,7 +377,9 @@ def _check_option(override: Override, options: list[str]) -> None:
     group, value = override.key_or_group, override.value()
     for option in value if isinstance(value, list) else [value]:
         if option is None and not override.is_delete():
-            leave = "" if group in (*_ONE_EACH, "reward") else f"Leave the group out with ~{group}, or use "
+            leave = (
+                "" if group in (*_ONE_EACH, "reward", "callbacks") else f"Leave the group out with ~{group}, or use "
+            )
             fix = f"{leave or 'A run needs one: '}{' or '.join(options)}."
             raise UserError(f"{group}=null is invalid. {fix}")
         if option is not None and str(option) not in options:

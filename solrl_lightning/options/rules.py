@@ -156,8 +156,9 @@ def explain(error: ErrorDetails) -> UserError:
     if isinstance(cause, UserError):
         return cause
     if error["type"] == "missing":
-        fix = f"Leave ~{home} out; in a file of your own, add it, or begin with `defaults: [<option>, _self_]`"
-        return UserError(f"{home} is missing: a run needs it. {'Add it' if any(map(str.isdigit, path)) else fix}.")
+        in_file = "a file of your own may begin with `defaults: [<option>, _self_]`"
+        fix = f" with +{home}=<value>, or leave out what removes it; {in_file}"
+        return UserError(f"{home} is missing: a run needs it. Add it{'' if any(map(str.isdigit, path)) else fix}.")
     if not isinstance(cause, Broken):
         choices = str(context.get("expected")).replace("'", "").replace(" or ", ", ")
         quotes = "; a number needs quotes" if error["type"] == "string_type" and isinstance(value, int | float) else ""

@@ -338,6 +338,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("'data.train=\"~/nowhere.txt\"'", f"{Path.home()}/nowhere.txt"),
         ("'seed=int(x)'", "Cannot read 'seed=int(x)': ValueError while evaluating"),
         ("reward=null", "reward=null is invalid. A run needs one: aesthetic or"),
+        ("callbacks=null", "callbacks=null is invalid. A run needs one: default or early_stopping."),
         ("callbacks.checkpoint=a", "callbacks.checkpoint=a is invalid: it must be a group of keys"),
         ("reward.shapes._target_={a:1}", "reward.shapes={_target_:{a:1}, weight:1.0} is invalid: it must have"),
         ("reward=[shapes,shapes]", "it names an option twice"),

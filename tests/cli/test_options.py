@@ -38,6 +38,11 @@ optimizer.eps=1e-50              | it must be a finite number of at least 1e-30,
 objective.kl_weight=-0.1         | it must be a finite number of at least 0
 objective=awm objective.ratio_clip=-1 | objective.ratio_clip=-1 is invalid: it must be a finite number above 0
 scheduler.warmup=-3              | it must be a finite number of at least 0
+scheduler._target_=solrl_lightning.training.schedules.ema_decay | keys beside _target_, which lack step, and must
+scheduler._target_=torch.optim.lr_scheduler.StepLR | or add +scheduler.optimizer=<value>.
+scheduler._target_=collections.Counter | keys beside _target_ and must return a function of the iterations done. Write
+scheduler._target_=builtins.dict | scheduler: builtins.dict could not be made: no signature found
+old_policy._target_=solrl_lightning.training.schedules.ema_decay | which lack step, and must return a function of the
 model.train_timestep_fraction=1.5 | it must be a fraction above 0 and at most 1
 model.lora.alpha=1e300           | model.lora.alpha=1e+300 is invalid: it must be a number above 0 and at most 1000000
 model.solver=heun                | it must be one of euler, dpm2. Leave it out for the default.
@@ -83,7 +88,7 @@ model.lora.target_modules=to_q   | it must be a list
 model.lora.target_modules=[1]    | model.lora.target_modules.0=1 is invalid: it must be a text
 evaluation=3                     | it must be a group of keys
 model.data=null                  | model.data=null is invalid: it must be a group of keys
-~model.lora                      | model.lora is missing: a run needs it. Leave ~model.lora out
+~model.lora                      | model.lora is missing: a run needs it. Add it with +model.lora=<value>, or
 ~family.pool                     | family.pool is missing
 +evaluation.ever=5               | evaluation.ever=5 is invalid: nothing reads that key. Did you mean every?
 +precision.x=5                   | nothing reads that key. The keys here are name, backend.
