@@ -34,6 +34,7 @@ NOT_RUN = {
     r"task.push": "uploads: tasks/test_export.py",
     r"logger=.*wandb": "needs wandb",
     r"task\.host|reward\.http": "a server: tasks/test_serve.py, test_faults.py",
+    r"^experiment=smoke$": "training/test_train.py reads what it leaves",
     r"explorers[=.]": "starts a cluster: explorers/test_ray.py",
 }
 PLACEHOLDERS = {

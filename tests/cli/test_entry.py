@@ -758,15 +758,6 @@ def test_finished_run_does_not_resume(command: Command) -> None:
     assert "iterations=3 is invalid: a resumed run needs iter" in error_of(command, RECORD, *last, "iterations=3")
 
 
-def test_folder_with_every_awkward_character_resumes(command: Command, tmp_path: Path) -> None:
-    folder = tmp_path / "it's a, (run) = [1]"
-    folder.mkdir()
-    run_dir = "hydra.run.dir='{}'".format(str(folder).replace("'", "\\'"))
-    assert command(RECORD, run_dir, "seed=3").status == 0
-    assert command(RECORD, run_dir, "ckpt=last", "iterations=9").status == 0
-    assert (config(folder)["iterations"], config(folder)["seed"]) == (9, 3)
-
-
 # Ranks that something else starts
 
 
