@@ -52,7 +52,7 @@ class SampleGrid(Callback):
                 latents = rollouts.x0[0][chosen.to(rollouts.x0.device)].to(pl_module.device)
                 images = torch.cat([filmstrip(module_of(pl_module).model.decode(x[None])) for x in latents])
                 rows.append(Row(name, [images], [labels[place] for place in chosen.tolist()]))
-            title = f"Best and worst samples of iteration {trainer.current_epoch + 1}"
+            title = f"{shown} best and {shown} worst of {len(rewards)}, iteration {trainer.current_epoch + 1}"
             self._pool = draw_grid(title, [rollouts.prompts[0].identity], rows)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

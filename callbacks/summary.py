@@ -291,7 +291,7 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     rows.append(("run folder", facts["paths"]["run"] + (", with report.html" if "report" in facts["paths"] else "")))
     if facts["status"] == "completed":
         longer = f"ckpt=last iterations={2 * facts['iterations']}"
-        doubt = "task=audit says which family to continue with; " if "explore" in medians else ""
+        doubt = "task=audit says which family a next run should have; " if "explore" in medians else ""
         use = "task=generate ckpt=last and task=export ckpt=last use the result"
         rows.append(("next", f"{doubt}{longer} trains on; {use}"))
     width = max(len(name) for name, _ in rows)

@@ -82,6 +82,7 @@ def read_lora_file(
                 f"cannot convert it ({sentence(error).rstrip('.')}). {_FIX}"
             ) from error
         state = {name.removeprefix(_PREFIXES[0]): value for name, value in converted.items()}
+        named += ": by the names to which diffusers converts its own"  # some it drops or gives to another layer
     elif of_peft and not beside.is_file():
         raise UserError(
             f"{named}: {beside}, which has the alpha of its layers, is missing. Name a folder that peft saved."

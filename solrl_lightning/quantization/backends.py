@@ -175,7 +175,7 @@ def _native_precisions(hardware: Hardware) -> list[str]:
 def _emulation_description(precision: str, backend: str, hardware: Hardware) -> str:
     operands = {torch.bfloat16: "BF16", torch.float32: "FP32"}[hardware.emulation_dtype]
     on_cpu, name = hardware.type == "cpu", precision.upper()
-    cost = "costs no less time and memory than BF16" if on_cpu else "is slower than BF16 and takes no less memory"
+    cost = "saves neither time nor memory" if on_cpu else "is slower than BF16 and takes no less memory"
     description = (
         f"{name} is emulated by {operands} products on {'this CPU' if on_cpu else hardware.name}: the shadow ranks "
         f"candidates as {name} does and {cost}"

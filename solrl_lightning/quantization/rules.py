@@ -96,7 +96,7 @@ def format_table(plans: Sequence[LayerPlan]) -> str:
     skipped = [p for p in plans if not p.quantized]
     lines.append(
         f"  {len(quantized)} of {len(plans)} linear layers quantised ({share(quantized)} of their weights), "
-        f"{len(skipped)} kept ({share(skipped)})"
+        f"{len(skipped)} not ({share(skipped)})"
     )
     return "\n".join(lines)
 

@@ -337,7 +337,10 @@ def picture_section(samples: Path) -> Section:
     pictures = []
     for name, text in (
         ("grid", "Left the base, right the trained model: same held-out prompts, same noise, after iteration {}."),
-        ("pool", "Best and worst samples of a prompt that iteration {} trained on, with their rewards."),
+        (
+            "pool",
+            "Some of the best and of the worst samples of a prompt that iteration {} trained on, with their rewards.",
+        ),
     ):
         if files := sorted(samples.glob(f"{name}_*.png")):
             pictures.append((data_uri(files[-1]), text.format(int(files[-1].stem.rpartition("_")[2]))))

@@ -26,10 +26,9 @@ def format_audit(result: dict[str, Any]) -> str:
     legend = (
         "gap kept: share of the true reward gap between best and worst; passes, s/prompt: forward passes and seconds "
         f"to explore + regenerate; rho: spread of the kept rewards over that of {keep} random ones; gain: expected "
-        f"factor of what an iteration learns, rho ** {GAIN_EXPONENT} [95 %: prompts, and the error of this "
-        f"estimate], between 1 and rho; cost: "
+        f"factor of what an iteration learns, rho ** {GAIN_EXPONENT}, between 1 and rho; cost: "
         f"seconds of an iteration, with {without['training_seconds']:.3g} s of training a prompt, over those without "
-        "selection, of one run"
+        "selection, of one run; [95 %: over prompts, and the error of the gain's estimate]"
     )
     best = next((row for row in result["proxies"] if row["name"] == result["recommended"]["closest"]), truth)
     equal = [f"{100 * groups['equal_groups']:.0f} %" for groups in (without, best)]
@@ -74,8 +73,8 @@ def _passes(row: Mapping[str, Any]) -> str:
 
 def _costs(row: Mapping[str, Any], without: Mapping[str, Any]) -> list[str]:
     sampling = f"{row['iteration_seconds'] - without['training_seconds']:.3g}"
-    ratio = _number(row["gain_per_cost"]["mean"])
-    return [sampling, _number(row["spread_ratio"]), interval_of(row["gain"]), f"{row['cost']:.2f}", ratio]
+    gain, ratio = _number(row["gain"]["mean"]), interval_of(row["gain_per_cost"])
+    return [sampling, _number(row["spread_ratio"]), gain, f"{row['cost']:.2f}", ratio]
 
 
 def _number(value: float, digits: int = 2) -> str:

@@ -88,7 +88,7 @@ def test_text_of_any_length_and_script_is_cut_at_the_edge_of_the_picture():
     captions = ["word " * 200, "x" * 900, "é 赤い円 🟥", ""]
     rows = [Row(caption, [torch.rand(1, 3, 16, 16)], ["0.500"]) for caption in captions]
     assert draw_grid("t" * 500, ["h" * 500], rows).width == 420
-    title = "Best and worst samples of iteration 100"
+    title = "4 best and 4 worst of 24, iteration 100"
     assert wrap(title, 420 - 2 * 10, 16) == [title]
     assert wrap("word " * 200, 100, 13) == ["word word…"]
     assert wrap("", 100, 13) == []

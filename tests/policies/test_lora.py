@@ -354,7 +354,11 @@ BROAD = {f"{ODD}.lora_A.weight": torch.ones(4, WIDTH), f"{ODD}.lora_B.weight": t
             {},
             "base_model.model.blocks.0.*",
         ),
-        (lambda state: {n.replace(".0.", ".7."): v for n, v in state.items()}, {}, "blocks.7.*, which is no layer of"),
+        (
+            lambda state: {n.replace(".0.", ".7."): v for n, v in state.items()},
+            {},
+            "by the names to which diffusers converts its own: .*blocks.7.*, which is no layer of",
+        ),
         (
             lambda state: state | {B: torch.ones(9, 4)},
             {},

@@ -71,7 +71,7 @@ def test_emulation_description_names_operands_and_cost(
     hardware: OnHardware, capability: str, backend: str, products: str, advice: str
 ) -> None:
     description = resolve("nvfp4", backend, hardware(capability, vnni=True)).description
-    cost = "is slower than BF16 and takes no less memory" if capability else "costs no less time and memory than BF16"
+    cost = "is slower than BF16 and takes no less memory" if capability else "saves neither time nor memory"
     assert description == (
         f"precision.backend={backend}: NVFP4 is emulated by {products}: the shadow ranks candidates as NVFP4 does and "
         f"{cost}"
