@@ -93,13 +93,15 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, SystemExit) as stop:
         # Lightning ends a run with SIGTERMException after SIGTERM, and with exit(1) after Ctrl-C.
         terminated = type(stop).__name__ == "SIGTERMException"
-        if not terminated and not any(isinstance(e, KeyboardInterrupt) for e in (stop, stop.__context__)):
+        interrupted = any(isinstance(e, KeyboardInterrupt) for e in (stop, stop.__context__))
+        if not (terminated or interrupted or jobs):
             raise
-        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        how = "terminated" if terminated else "interrupted" if interrupted else f"error: sys.exit({stop}) ended the run"
+        print(how, file=sys.stderr)
         folder = Path(jobs[-1].run_dir) if jobs else Path()
         if jobs and (folder / LAST).is_file() and is_first():
             print(f"resume with: {resume_command(folder)}", file=sys.stderr)
-        return _TERMINATED if terminated else _INTERRUPTED
+        return _TERMINATED if terminated else _INTERRUPTED if interrupted else _FAILED
     except BrokenPipeError as error:
         reported.append(error)
     except Exception as error:

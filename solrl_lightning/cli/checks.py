@@ -3,6 +3,7 @@
 Each raises UserError for the first thing that a run would lack.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -98,6 +99,11 @@ def _reward_files(options: Run) -> Iterator[tuple[str, str | None]]:
 def check_needs(options: Run) -> None:
     """UserError if the task lacks something that it needs, as far as this can be known without torch."""
     task = options.task
+    if name := min((name for name in os.environ if name.startswith("PL_TRAINER_")), default=None):
+        raise UserError(
+            f"{name}={os.environ[name]} in the environment is invalid: Lightning would take it in place of an option "
+            f"that a run checks and records. Run unset {name}, and set trainer.<option>."
+        )
     if "ckpt" in task.reads and options.ckpt is None:
         raise UserError(
             "This task takes the weights of a checkpoint. Set ckpt=<file>, or ckpt=last or ckpt=best of the newest run."

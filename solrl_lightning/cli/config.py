@@ -150,6 +150,13 @@ class ConfigTree:
         """
         arguments = list(map(_with_home, self.parse(arguments)))
         overrides = self.parse(arguments)
+        for override in filter(adds, overrides):
+            group = override.key_or_group
+            if self.options(group) and group in self.compose([]).hydra.runtime.choices:
+                choice = override.input_line.lstrip("+")
+                raise UserError(
+                    f"{override.input_line} is invalid: {group} has an option, which is replaced. Use {choice}."
+                )
         dotted = [o for o in overrides if o.type == OverrideType.CHANGE and "." in o.key_or_group]
         if dotted:
             from solrl_lightning.options.run import Run  # pydantic takes 0.1 s

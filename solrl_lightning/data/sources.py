@@ -279,6 +279,7 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
     text = _read_utf8(path)
     if separator == "\t":
         _check_needless_quotes(text, path)
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a picture in base64 exceeds the default
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     records: list[Prompt] = []
     line = 1  # on which the row begins

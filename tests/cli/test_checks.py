@@ -44,6 +44,14 @@ def test_explorers_need_ray(compose: Compose, monkeypatch: pytest.MonkeyPatch) -
         check_needs(compose("explorers=ray"))
 
 
+def test_options_of_lightning_in_the_environment_are_an_error(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "1")
+    with pytest.raises(UserError, match=r"PL_TRAINER_MAX_STEPS=1 in the environment .* unset PL_TRAINER_MAX_STEPS"):
+        check_needs(compose())
+
+
 def test_port_in_use_is_an_error(compose: Compose) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

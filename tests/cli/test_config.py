@@ -256,6 +256,12 @@ def test_the_home_folder_is_known_in_files_and_in_every_quoted_text(
     assert shapes["other"] == {"files": [f"{home}/a", "a~/b"]} and shapes["detector"] == f"{home}/c"
 
 
+@pytest.mark.parametrize("argument", ["+experiment=fast", "++reward=shapes"])
+def test_plus_replaces_no_option(argument: str) -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match=rf"{argument.lstrip('+')}\.$"):
+        tree.completed([argument])
+
+
 def test_error_of_a_key_that_nothing_takes_suggests_no_plus() -> None:
     for argument in ("family.pol=3", "task.x=1", "iterationss=2"):
         with ConfigTree() as tree, pytest.raises(UserError) as error:

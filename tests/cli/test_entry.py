@@ -285,6 +285,15 @@ def test_ctrl_c_prints_the_command_that_resumes(command: Command, tmp_path: Path
     assert config(tmp_path / name)["iterations"] == 7
 
 
+def leave(cfg: Run) -> None:
+    sys.exit(0)
+
+
+def test_a_run_that_its_own_code_leaves_has_failed(command: Command) -> None:
+    result = command(task(leave))
+    assert (result.status, result.err) == (1, "error: sys.exit(0) ended the run\n")
+
+
 def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(interrupts, "_HANDLER", signal.SIG_IGN)

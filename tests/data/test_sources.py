@@ -147,8 +147,8 @@ def test_quotes_of_a_tsv_file_that_some_programs_keep_are_an_error(tmp_path: Pat
     assert [each.text for each in read_records(write(tmp_path / "a.tsv", *lines), "tag")] == ["", "x", '"STOP"']
 
 
-def test_value_of_a_csv_file_may_have_several_lines(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", "tag,prompt", 'x,"one', 'and two"', "y,three")
+def test_value_of_a_csv_file_may_be_long_and_have_several_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "tag,prompt", 'x,"one', 'and two"', f"{'y' * 200_000},three")
     assert [record.text for record in read_records(path, "prompt")] == ["one\nand two", "three"]
 
 
