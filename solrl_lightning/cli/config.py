@@ -153,7 +153,7 @@ class ConfigTree:
         for override in filter(adds, overrides):
             group = override.key_or_group
             if self.options(group) and group in self.compose([]).hydra.runtime.choices:
-                choice = override.input_line.lstrip("+")
+                choice = str(override.input_line).lstrip("+")
                 raise UserError(
                     f"{override.input_line} is invalid: {group} has an option, which is replaced. Use {choice}."
                 )
