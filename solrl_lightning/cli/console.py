@@ -36,6 +36,7 @@ _CURES: dict[type[Exception], str] = {
     OutOfMemory: "Set model.gradient_checkpointing=true or a smaller model.micro_batch (task=plan prints what fits)",
 }
 _NO_MEMORY = re.compile("DefaultCPUAllocator|bad_alloc|could not create a memory object")  # of torch and oneDNN
+_NO_VARIABLE = re.compile("Environment variable '(.+?)' not found")  # of OmegaConf
 _NO_SPACE = re.compile(r"(\S+): failed to map segment from shared object(?!: Operation not permitted)")
 _LOST_RANK = re.compile(r"gloo.* by peer", re.DOTALL)  # closed or reset by peer
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -45,6 +46,9 @@ _NOTES = ("object_type=", "Config search path:", "provider=")  # of OmegaConf an
 def first_lines(error: Exception) -> str:
     """Return a message of Hydra or OmegaConf in one line, without its notes on object types."""
     text = str(error) or str(error.__cause__)
+    if match := _NO_VARIABLE.search(text):
+        key = getattr(error, "full_key", None) or "an option"
+        return f"{key} reads the environment variable {match[1]}, which is not set. Run export {match[1]}=<value>."
     if text.startswith("Error merging override") and error.__cause__ is not None:
         text += f": {error.__cause__}"
     lines = [line.strip() for line in text.splitlines()]

@@ -8,11 +8,14 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from solrl_lightning.artifacts.finished_runs import RECORDED_CONFIG, Run
 from solrl_lightning.artifacts.run_folder import RECORD
 from solrl_lightning.cli.config import as_written
+from solrl_lightning.cli.console import first_lines
 from solrl_lightning.cli.resume import is_subkey, leaves, read_record
+from solrl_lightning.errors import UserError
 from solrl_lightning.names import AUTO, BACKENDS
 from solrl_lightning.study.time_to_reward import GroupCurve, Plateau, plateau
 
@@ -65,12 +68,22 @@ class Settings(NamedTuple):
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
-    """Return groups in the order of their first run, and runs that a later one of the same group and seed replaces."""
+    """Return groups in the order of their first run, and why each other run is left out.
+
+    A run is left out if a later one of the same group and seed replaces it, or if its configuration cannot be read.
+
+    Raises:
+        UserError: no run is left.
+    """
     members: dict[str, dict[Any, Run]] = {}
     settings: dict[str, Settings] = {}
     superseded = {}
     for run in runs:
-        of_run = read_settings(run)
+        try:
+            of_run = read_settings(run)
+        except InterpolationResolutionError as error:  # of an environment variable
+            superseded[run.folder] = first_lines(error).rstrip(".")
+            continue
         identity = json.dumps(of_run.values, sort_keys=True)
         settings.setdefault(identity, of_run)
         earlier = members.setdefault(identity, {}).get(run.seed)
@@ -81,6 +94,9 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
         if earlier is not None:
             superseded[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
         members[identity][run.seed] = run
+    if not settings:
+        reasons = "; ".join(f"{folder}: {reason}" for folder, reason in superseded.items())
+        raise UserError(f"the configuration of none of these runs can be read: {reasons}.")
     names, differing = group_names([*settings.values()]), _differing([s.values for s in settings.values()])
     groups = []
     for name, (identity, of_group) in zip(names, settings.items(), strict=True):

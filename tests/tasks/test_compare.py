@@ -168,6 +168,21 @@ def test_names_are_the_overrides_in_which_groups_differ(
     assert superseded == {}
 
 
+def test_a_run_that_reads_a_variable_of_another_shell_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_DATA", "prompts")
+    folders = [write_run(tmp_path / "a", 0.6), write_run(tmp_path / "b", 0.6, "data.train='${oc.env:SOME_DATA}.txt'")]
+    runs = read_runs(folders)[0]
+    assert len(group_runs(runs)[0]) == 2
+    monkeypatch.delenv("SOME_DATA")
+    groups, left_out = group_runs(runs)
+    reason = "data.train reads the environment variable SOME_DATA, which is not set. Run export SOME_DATA=<value>"
+    assert (len(groups), left_out) == (1, {str(folders[1]): reason})
+    with pytest.raises(UserError, match="the configuration of none .* SOME_DATA=<value>[.]$"):
+        group_runs(runs[1:])
+
+
 def test_settings_of_a_group_have_what_an_option_sets(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, 0.6, f"objective={name}") for name in ("nft", "flow_grpo")]
     groups, _ = group_runs(read_runs(folders)[0])
