@@ -414,9 +414,9 @@ def rank_section(history: Rows) -> Section:
             mean = mean_of(values)
             rows.append([name, *numbers([values[0], values[-1]], 3), measured(mean.mean, mean.standard_error)])
     text = [
-        "A probe generates the whole pool of one prompt in BF16 at full steps, and compares its order with that of the "
-        f"proxy. {counted(len(probes), 'probe')}; ± is one standard error over them. Mean ranks count from 1, "
-        "the best; spread_ratio is the spread of the kept rewards over that of as many random ones."
+        "A probe generates the whole pool of one prompt, another one each time, in BF16 at full steps, and compares "
+        f"its order with the proxy's. {counted(len(probes), 'probe')}; ± is one standard error over them. Mean ranks "
+        "count from 1, the best; spread_ratio is the spread of the kept rewards over that of as many random ones."
     ]
     tables = [Table(["tag", "first probe", "last probe", "mean"], rows)] if rows else []
     return Section("Rank fidelity of the proxy", text, charts=charts, tables=tables)
