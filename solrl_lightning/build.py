@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     Checkpoint,
     GradientAccumulationScheduler,
@@ -167,6 +168,7 @@ _REFUSED: dict[tuple[type[Callback], ...], str] = {
     (StochasticWeightAveraging, WeightAveraging): "it changes the weights that a checkpoint holds, and such a run "
     "cannot resume; callbacks.ema averages the trained weights",
     (BatchSizeFinder, LearningRateFinder): "it needs batches before the first iteration, which makes them",
+    (BaseFinetuning,): "it chooses which parts of a module are trained, which model.train and model.lora do",
     (ModelPruning,): "it renames the weights that a checkpoint and lora/ hold",
 }
 """Callbacks of Lightning that an iteration cannot have, and the reason."""

@@ -69,12 +69,14 @@ class ConfigTree:
         self.sweeps = False
         if find_spec(CONFIG_MODULE) is None:  # its folder is beside the package in a clone
             raise UserError("solrl_lightning is not installed: its configuration is missing. Run pip install -e .")
+        folders = [f"file://{Path(config_dir).resolve()}"] if config_dir else []
+        _check_files(folders)  # an error must precede a change of Hydra's global state
         Plugins.instance().register(_OwnOptions)
         self._hydra = GlobalHydra.instance().hydra  # of a job
         GlobalHydra.instance().clear()
         self._context = initialize_config_module(CONFIG_MODULE, version_base="1.3")
-        if config_dir:
-            self.look_in([f"file://{Path(config_dir).resolve()}"])
+        if folders:
+            self.look_in(folders)
 
     def __enter__(self) -> "ConfigTree":
         self._context.__enter__()
@@ -95,8 +97,14 @@ class ConfigTree:
         return _OwnOptions.sources
 
     def look_in(self, sources: Iterable[str]) -> None:
-        """Add places of options, written as in ``hydra.searchpath``: ``file://<folder>``."""
-        _OwnOptions.sources += tuple(sources)
+        """Add places of options, written as in ``hydra.searchpath``: ``file://<folder>``.
+
+        Raises:
+            UserError: a file has the name of a packaged option, which Hydra would take.
+        """
+        sources = tuple(sources)
+        _check_files(sources)
+        _OwnOptions.sources += sources
         GlobalHydra.instance().clear()
         initialize_config_module(CONFIG_MODULE, version_base="1.3")
 
@@ -261,6 +269,15 @@ def _with_home(override: Override) -> str:
     """Return the argument of ``override``, with the home folder for ``~`` at the beginning of each text in quotes."""
     home = os.path.expanduser("~/")
     return _QUOTED_HOME.sub(lambda quote: quote[1] + home.replace(quote[1], f"\\{quote[1]}"), str(override.input_line))
+
+
+def _check_files(sources: Iterable[str]) -> None:
+    packaged = Path(str(files(CONFIG_MODULE) / "config.yaml")).parent
+    for folder in (Path(source.removeprefix("file://")) for source in sources if source.startswith("file://")):
+        for name in (file.relative_to(packaged) for file in packaged.glob("*/*.yaml")):
+            if (folder / name).is_file() and not (folder / name).samefile(packaged / name):
+                option = f"{name.parent}={name.stem}"
+                raise UserError(f"{folder / name} is invalid: {option} is an option of the package. Rename the file.")
 
 
 def adds(override: Override) -> bool:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from solrl_lightning.artifacts.formatting import shell_quoted
 from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError, sentence
@@ -153,19 +154,18 @@ def check_source(source: str) -> None:
             f"the path {path} {problem} (looked in {Path.cwd()}), and the named sources are {', '.join(SOURCES)}.{hint}"
         )
     if path.suffix.lower() == ".json":
-        convert = (
-            f"pd.json_normalize(pd.read_json('{path}').to_dict('records')).to_parquet('{path.with_suffix('.parquet')}')"
-        )
+        table = str(path.with_suffix(".parquet"))
+        convert = f"pd.json_normalize(pd.read_json({str(path)!r}).to_dict('records')).to_parquet({table!r})"
         raise UserError(
             f"the prompt file {path} is invalid: it must be a table ({', '.join(_TABLES)}), a .jsonl file, or text "
             "with one prompt a line. Convert it, and set data.column=<name>, which is <outer>.<inner> of a nested key: "
-            f'python -c "import pandas as pd; {convert}"'
+            f"python -c {shell_quoted(f'import pandas as pd; {convert}')}"
         )
     if path.suffix.lower() not in ("", ".txt", *_TABLES, *_JSON_LINES):
         raise UserError(
             f"the prompt file {path} is invalid: its name must end in .txt, {', '.join((*_TABLES, *_JSON_LINES))}, or "
-            f"have no ending. If each line of it is a prompt, give it another name: cp '{path}' "
-            f"'{path.with_suffix('.txt')}'"
+            f"have no ending. If each line of it is a prompt, give it another name: cp "
+            f"{shell_quoted(str(path))} {shell_quoted(str(path.with_suffix('.txt')))}"
         )
 
 
@@ -188,7 +188,8 @@ def _read_text(path: Path, suffix: str, column: str = _PROMPT) -> list[Prompt]:
     if all(_is_row(line) for line in lines if line.strip()) and any(map(str.strip, lines)):
         raise UserError(
             f"the prompt file {path} is invalid: each line of a text file is a prompt, and these are JSON objects. "
-            f"Name it as a .jsonl file: mv '{path}' '{path.with_suffix('.jsonl')}'"
+            f"Name it as a .jsonl file: mv {shell_quoted(str(path))} "
+            f"{shell_quoted(str(path.with_suffix('.jsonl')))}"
         )
     return [Prompt(line) for line in lines]
 

@@ -33,6 +33,7 @@ from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 from solrl_lightning.rewards.client import Client, shown, to_png
 
 _ALTERNATIVES = 20  # likeliest first words in an answer; the most that the API gives
+_LEAST = 1e-3  # probability of all answers together; below it the first word is another one, such as <think>
 _LONGEST = 64  # tokens of an answer that is read as text
 
 
@@ -146,7 +147,7 @@ class VLMReward(Reward):
         try:
             tree = json.loads(answer)
             return _Answer(
-                read(tree["choices"][0], self.answers), int((tree.get("usage") or {}).get("total_tokens", 0))
+                read(tree["choices"][0], self.answers), int((tree.get("usage") or {}).get("total_tokens") or 0)
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             rule = "it must be a chat completion"
@@ -182,7 +183,7 @@ def _by_probability(choice: Mapping[str, Any], answers: Mapping[str, float]) -> 
         if word in weights:
             weights[word] += math.exp(alternative["logprob"])
     total = sum(weights.values())
-    return sum(weights[word] * value for word, value in answers.items()) / total if total else math.nan
+    return sum(weights[word] * value for word, value in answers.items()) / total if total > _LEAST else math.nan
 
 
 def _by_text(choice: Mapping[str, Any], answers: Mapping[str, float]) -> float:

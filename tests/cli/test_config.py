@@ -262,6 +262,15 @@ def test_plus_replaces_no_option(argument: str) -> None:
         tree.completed([argument])
 
 
+def test_a_file_with_the_name_of_a_packaged_option_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "family").mkdir()
+    (tmp_path / "family" / "race.yaml").write_text("pool: 8")
+    with pytest.raises(UserError, match="race.yaml is invalid: family=race is an option of the package. Rename the"):
+        ConfigTree(config_dir=str(tmp_path))
+    with ConfigTree(config_dir=str(Path(__file__).parents[2] / "conf")):
+        pass
+
+
 def test_error_of_a_key_that_nothing_takes_suggests_no_plus() -> None:
     for argument in ("family.pol=3", "task.x=1", "iterationss=2"):
         with ConfigTree() as tree, pytest.raises(UserError) as error:

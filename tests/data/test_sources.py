@@ -1,6 +1,7 @@
 """Reads every kind of source with the real libraries. Local folders hold the data sets of the hub."""
 
 import json
+import shlex
 from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
@@ -193,10 +194,11 @@ def test_malformed_csv_file_is_an_error(tmp_path: Path, content: bytes, message:
 
 
 def test_error_about_a_json_file_has_the_command_that_converts_it(tmp_path: Path) -> None:
-    file = write(tmp_path / "prompts.json", '[{"data": {"text": "one, two"}}, {"data": {"text": "three"}}]')
+    file = write(tmp_path / "o'prompts.json", '[{"data": {"text": "one, two"}}, {"data": {"text": "three"}}]')
     with pytest.raises(UserError, match=f"the prompt file {file} is invalid") as error:
         read_records(file, "prompt")
-    exec(str(error.value).split('python -c "')[1].removesuffix('"'))
+    _, _, code = shlex.split(str(error.value).partition("nested key: ")[2])
+    exec(code)
     assert [record.text for record in read_records(file.with_suffix(".parquet"), "data.text")] == ["one, two", "three"]
 
 
@@ -361,7 +363,7 @@ def test_error_about_a_file_of_github_has_the_command_that_clones_it(github: Pat
         ("a.NDJSON", '\n{"prompt": "a\\u0000b"}\n', "a.NDJSON line 2 is invalid: .* U\\+0000"),
         ("a.txt", "a\nb\0\n", "a.txt line 2 is invalid: .* U\\+0000 after 'b'"),
         ("a.csv", 'prompt,x\n"a\0b",1\n', "a.csv line 2 is invalid"),
-        ("rows.txt", '{"prompt": "a"}\n\n{"prompt": "b"}\n', "these are JSON objects.*mv '.*rows.txt' '.*rows.jsonl'"),
+        ("rows.txt", '{"prompt": "a"}\n\n{"prompt": "b"}\n', "these are JSON objects.*mv .*rows.txt .*rows.jsonl"),
     ],
 )
 def test_texts_that_no_tokenizer_takes_are_errors_with_their_line(

@@ -39,6 +39,7 @@ class Server(BaseHTTPRequestHandler):
     url: str
     choices: list[Any]
     requests: list[dict[str, Any]]
+    total: int | None = 10
     tokens: list[str | None]
     failures: int
 
@@ -54,7 +55,7 @@ class Server(BaseHTTPRequestHandler):
         answer = cls.choices[places.index(True) if True in places else 0]
         self.send_response(503 if cls.failures >= 0 else 200)
         self.end_headers()
-        self.wfile.write(json.dumps({"choices": [answer], "usage": {"total_tokens": 10}}).encode())
+        self.wfile.write(json.dumps({"choices": [answer], "usage": {"total_tokens": cls.total}}).encode())
 
     def log_message(self, *args: Any) -> None: ...
 
@@ -117,7 +118,7 @@ def test_answer_is_read_as_text_where_there_are_no_probabilities(server: type[Se
 
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_other_answer_is_no_score(server: type[Server], logprobs: bool) -> None:
-    server.choices[1] = choice("Perhaps", Perhaps=1.0)
+    server.choices[1] = choice("Perhaps", Perhaps=0.9999, yes=0.0001)
     with pytest.raises(NonFiniteError, match=r"judge \(answers: yes, no\) is nan for the prompt 'a {dog}'") as error:
         reward(server, logprobs=logprobs)(IMAGES, PROMPTS)
     assert error.value.row == 1
@@ -129,6 +130,9 @@ def test_equal_image_is_one_request_and_requests_are_counted(server: type[Server
     scores = judge(images, prompts)
     assert judge.costs == {"requests": 4, "tokens": 40} and scores[0] == scores[3]
     assert judge(images, prompts).equal(scores) and len(server.requests) == 4
+    server.total = None  # as some proxies answer
+    judge(images[:1], ["one more"])
+    assert judge.costs == {"requests": 5, "tokens": 40}
 
 
 def test_input_image_of_the_prompt_comes_before_the_image(server: type[Server], tmp_path: Path) -> None:
