@@ -53,7 +53,8 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         ray.init(address, logging_level="warning", **local)
     except Exception as error:  # Ray raises this class itself, too
         reason = " ".join(str(error).split()).rstrip(".")
-        fix = "Start a cluster with 'ray start --head', or leave it out."
+        join = "join this machine to one with 'ray start --address=<host>:6379' and the cluster's ~/.ray/auth_token"
+        fix = f"Start a cluster with 'ray start --head', {join}, or leave it out."
         raise UserError(f"explorers.address={address} is invalid: {reason}. {fix}") from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has set its own, which ends the run without a checkpoint
