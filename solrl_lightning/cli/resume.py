@@ -122,9 +122,10 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
 
 
 def _still_valid(tree: ConfigTree, recorded: list[Override], new: list[Override]) -> list[Override]:
-    """Return those of ``recorded`` that no ``new`` one of the same key replaces, and whose keys are there with ``new``.
+    """Return the ``recorded`` overrides that no ``new`` one replaces, and whose keys exist beside the ``new`` ones.
 
-    One without a plus sign needs a key that one with a plus sign has added. A group with another option may lack keys.
+    An override without a plus sign needs a key that one with a plus sign has added. Another option of a group may lack
+    keys of the former one.
     """
     changed, added = {o.key_or_group for o in new}, {o.key_or_group for o in new if adds(o)}
     valid = [o for o in recorded if o.key_or_group not in (added if adds(o) else changed)]

@@ -77,32 +77,32 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
     """
     members: dict[str, dict[Any, Run]] = {}
     settings: dict[str, Settings] = {}
-    superseded = {}
+    left_out = {}
     for run in runs:
         try:
             of_run = read_settings(run)
         except InterpolationResolutionError as error:  # of an environment variable
-            superseded[run.folder] = first_lines(error).rstrip(".")
+            left_out[run.folder] = first_lines(error).rstrip(".")
             continue
         identity = json.dumps(of_run.values, sort_keys=True)
         settings.setdefault(identity, of_run)
         earlier = members.setdefault(identity, {}).get(run.seed)
         if earlier is not None and (earlier.summary["status"], run.summary["status"]) == ("completed", "stopped early"):
             reason = f"stopped early; {earlier.folder} has the same configuration and seed and completed"
-            superseded[run.folder] = reason
+            left_out[run.folder] = reason
             continue
         if earlier is not None:
-            superseded[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
+            left_out[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
         members[identity][run.seed] = run
     if not settings:
-        reasons = "; ".join(f"{folder}: {reason}" for folder, reason in superseded.items())
+        reasons = "; ".join(f"{folder}: {reason}" for folder, reason in left_out.items())
         raise UserError(f"the configuration of none of these runs can be read: {reasons}.")
     names, differing = group_names([*settings.values()]), _differing([s.values for s in settings.values()])
     groups = []
     for name, (identity, of_group) in zip(names, settings.items(), strict=True):
         group = list(members[identity].values())
         groups.append(Group(name, group, {key: of_group.values.get(key) for key in differing}, group_curves(group)))
-    return groups, superseded
+    return groups, left_out
 
 
 def read_settings(run: Run) -> Settings:
