@@ -22,7 +22,9 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.quantization.backends import recorded_precision
 
 _LOCAL, _GPUS = "local", "CUDA_VISIBLE_DEVICES"
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**29)}
+"""Keeps memory that a thread has freed: to get it again costs an explorer on a CPU up to a tenth of its seconds."""
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", **MALLOC}
 """Of a cluster that begins here; by default any other process precedes its workers."""
 
 
