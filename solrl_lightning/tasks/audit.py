@@ -384,18 +384,18 @@ def draw(result: Mapping[str, Any]) -> bytes:
     """PNG: Spearman's correlation of every proxy against its cost, as a share of the truth's."""
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
-    labels: list[tuple[str, tuple[float, float]]] = []
-    for precision in dict.fromkeys(row["precision"] for row in result["proxies"]):
-        rows = [row for row in result["proxies"] if row["precision"] == precision]
-        points = [(row["seconds"] / result["truth"]["seconds"], row["spearman"]) for row in rows]
-        axes.scatter(*zip(*points, strict=True), label=precision)
-        labels += zip((row["name"].removeprefix(f"{precision} ") for row in rows), points, strict=True)
-    axes.scatter([1.0], [1.0], marker="*", color="black", label=f"truth: bf16 {result['truth']['steps']} steps")
+    precisions = [*dict.fromkeys(row["precision"] for row in result["proxies"])]
+    labels = [(f"truth: bf16 {result['truth']['steps']} steps", (1.0, 1.0), "black")]
+    axes.scatter([1.0], [1.0], marker="*", color="black")
+    for row in result["proxies"]:
+        point = row["seconds"] / result["truth"]["seconds"], row["spearman"]
+        colour = f"C{precisions.index(row['precision'])}"
+        axes.scatter(*point, color=colour)
+        labels.append((row["name"], point, colour))
     axes.set_xlabel("seconds a candidate, as a share of the truth's")
     axes.set_ylabel("Spearman correlation with the truth")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=5)
     figure.draw_without_rendering()  # sets the positions that annotate reads
     annotate(axes, labels)
     buffer = io.BytesIO()
@@ -403,13 +403,13 @@ def draw(result: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def annotate(axes: Axes, labels: Sequence[tuple[str, tuple[float, float]]]) -> None:
-    """Put each label on the side of its point where it covers the fewest points and other labels."""
-    marks = [axes.transData.transform(point) for _, point in labels]
+def annotate(axes: Axes, labels: Sequence[tuple[str, tuple[float, float], str]]) -> None:
+    """Put each label, in its colour, on the side of its point where it covers the fewest points and other labels."""
+    marks = [axes.transData.transform(point) for _, point, _ in labels]
     occupied = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in marks]
-    for text, point in labels:
+    for text, point, colour in labels:
         notes = [
-            axes.annotate(text, point, (x, y), textcoords="offset points", ha=ha, va=va, fontsize=9)
+            axes.annotate(text, point, (x, y), textcoords="offset points", ha=ha, va=va, fontsize=9, color=colour)
             for x, y, ha, va in _SIDES
         ]
         boxes = [note.get_window_extent() for note in notes]

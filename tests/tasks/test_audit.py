@@ -304,7 +304,7 @@ def test_labels_of_neighbouring_points_do_not_overlap() -> None:
     points = [(0.66, 0.955), (0.707, 0.943), (0.715, 0.951), (0.79, 0.952), (1.0, 0.945)]
     axes.scatter(*zip(*points, strict=True))
     figure.draw_without_rendering()
-    annotate(axes, [(f"{number} of 10 steps", point) for number, point in enumerate(points)])
+    annotate(axes, [(f"{number} of 10 steps", point, "black") for number, point in enumerate(points)])
     notes = [child for child in axes.get_children() if isinstance(child, Annotation)]
     boxes = [note.get_window_extent() for note in notes]
     assert sorted(note.get_text() for note in notes) == [f"{number} of 10 steps" for number in range(5)]
