@@ -133,6 +133,12 @@ def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
     """Read the trained weights and their evaluation average from a checkpoint of a training run."""
     checkpoint = read_checkpoint(ckpt, module.model.device)
     module.on_load_checkpoint(checkpoint)
+    if not module.has_base_of(checkpoint):
+        log.warning(
+            "the base weights (model.pretrained, model.fused_lora) are not those that %s was trained on: files have "
+            "changed since, or are others",
+            ckpt,
+        )
     module.load_state_dict(checkpoint["state_dict"], strict=False)
     module.ema_state = average_in(checkpoint, module.policy_state(TRAINED))
 

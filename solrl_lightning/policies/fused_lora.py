@@ -2,6 +2,7 @@
 
 import torch
 from diffusers import DiffusionPipeline
+from torch import Tensor
 
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.names import LORA_FILES, PEFT_CONFIG
@@ -9,8 +10,10 @@ from solrl_lightning.policies.lora_files import read_lora_file
 
 
 @torch.no_grad()
-def fuse_lora(pipeline: DiffusionPipeline, source: str) -> None:
+def fuse_lora(pipeline: DiffusionPipeline, source: str) -> dict[str, Tensor]:
     """Add a LoRA to the transformer's weights, in place: W + alpha / rank B A in float32, rounded to the dtype of W.
+
+    Return its tensors, with the scale in B.
 
     Args:
         pipeline: reads the names of its own LoRA files, and of other trainers where diffusers converts them.
@@ -30,3 +33,4 @@ def fuse_lora(pipeline: DiffusionPipeline, source: str) -> None:
         weight = pipeline.transformer.get_submodule(layer).weight
         update = state[f"{layer}.lora_B.weight"].flatten(1) @ state[key].flatten(1)
         weight.copy_(weight.float() + update.view_as(weight))
+    return state

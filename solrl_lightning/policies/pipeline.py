@@ -38,6 +38,7 @@ from solrl_lightning.policies.guidance import guide
 from solrl_lightning.policies.loading import errors_only, load_pipeline
 from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
 from solrl_lightning.policies.random_weights import random_pipeline, random_row
+from solrl_lightning.policies.sampled_digest import sampled_digest
 from solrl_lightning.policies.schedulers import Settings, check_scheduler, read_scheduler, resolution_shift
 from solrl_lightning.seeds import noise
 
@@ -109,6 +110,7 @@ class PipelineAdapter(ABC):
         home = torch.device(transformer_device or self.device)
         self.encode_on, self._noted_long_prompt, self.guidance_scale = encode_on, False, guidance_scale
         self.cache: EmbeddingCache | None = None
+        self.base_digest = ""
         self.random, self._scheduler = weights == "random", scheduler
         if self.random:
             architecture = find_architecture(self.pretrained, self.pipeline_class)
@@ -126,8 +128,11 @@ class PipelineAdapter(ABC):
             self.pipeline.register_modules(
                 scheduler=self.pipeline.scheduler.from_config(self.pipeline.scheduler.config, **scheduler)
             )
+        if not self.random:
+            for name in ("transformer", "vae"):
+                self._note_weights(self.pipeline.components[name].state_dict())
         if fused_lora is not None and not self.random:
-            fuse_lora(self.pipeline, fused_lora)
+            self._note_weights(fuse_lora(self.pipeline, fused_lora))
         self.transformer = self.pipeline.transformer.requires_grad_(False)
         checkpoint_blocks(self.transformer, gradient_checkpointing)
         if self.device.type == "cpu" and self.transformer.dtype == torch.bfloat16:
@@ -366,6 +371,10 @@ class PipelineAdapter(ABC):
             vae.enable_tiling(side, side, stride, stride)
 
     # Files
+
+    def _note_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make ``tensors``, as read from files, part of ``base_digest``, which is equal for equal base weights."""
+        self.base_digest = sampled_digest(tensors, self.base_digest)
 
     def save_lora(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None:
         """Write a LoRA that plain diffusers loads with ``pipe.load_lora_weights(folder)``.

@@ -38,7 +38,7 @@ class Sana(PipelineAdapter):
     ) -> None:
         super().__init__(pretrained, resolution, **others)
         if transformer_weights is not None:
-            load_linear_ffn(transformer_weights, self.transformer)
+            self._note_weights(load_linear_ffn(transformer_weights, self.transformer))
         self.flow_shift = flow_shift
 
     @property

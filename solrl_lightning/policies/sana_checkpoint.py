@@ -48,8 +48,8 @@ _IN_A_BLOCK: dict[str, tuple[str, ...]] = {  # several names: the native tensor 
 
 
 @torch.no_grad()
-def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> None:
-    """Copy the weights of a LinearFFN checkpoint into ``transformer``, in its dtype.
+def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> dict[str, Tensor]:
+    """Copy the weights of a LinearFFN checkpoint, which are returned, into ``transformer``, in its dtype.
 
     Args:
         source: a .pth file, or a hub id that holds SANA_LinearFFN.pth.
@@ -72,6 +72,7 @@ def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> None:
     for key, group in targets.items():
         for target, part in zip(group, weights[key].chunk(len(group)), strict=True):
             target.copy_(part.view_as(target))
+    return weights
 
 
 def _native_names(blocks: int, parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:

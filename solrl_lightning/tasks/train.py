@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_state, read_checkpoint
 from solrl_lightning.artifacts.finished_runs import end_of
-from solrl_lightning.artifacts.formatting import counted
+from solrl_lightning.artifacts.formatting import counted, path_option
 from solrl_lightning.artifacts.run_folder import LOG, commit_overrides, is_resuming
 from solrl_lightning.build import (
     build_loop,
@@ -94,6 +94,12 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
     else:
         # An error about other weights must precede the loggers' first write.
         module.on_load_checkpoint(checkpoint)
+        if in_place and not module.has_base_of(checkpoint):
+            raise UserError(
+                f"model.pretrained={cfg.model.pretrained} is invalid: its weights, with model.fused_lora, are not "
+                f"those that the run in {folder} was trained on. Restore the files, or start a new folder from that "
+                f"state: {path_option('ckpt', str(cfg.ckpt))} hydra.run.dir=<folder>."
+            )
         average_in(checkpoint, module.policy_state(TRAINED))
     if shadow_layers := module.transformers.shadow_layers:
         file_logger.info("%s", shadow_layers)
@@ -111,8 +117,8 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         loop.ends_again = end_of(folder, iterations_done(checkpoint)) is None
     if checkpoint is not None and not module.evaluation.comparable:
         log.info(
-            "the held-out prompts or the rewards are not those of the checkpoint: base reward, best checkpoint and "
-            "alarms begin anew, with an evaluation of the loaded weights"
+            "the held-out prompts, the rewards or the base weights are not those of the checkpoint: base reward, best "
+            "checkpoint and alarms begin anew, with an evaluation of the loaded weights"
         )
     module.evaluation.planned_seconds = planned_seconds(cfg, module, hardware_of(device), trainer.world_size)
     held_out = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)

@@ -7,7 +7,7 @@ never separates the two.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
@@ -291,6 +291,8 @@ class SolRLModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = self._saved_tensors(checkpoint["state_dict"])
         checkpoint["evaluation"] = self.evaluation.digest_with_noise
+        checkpoint["base_weights"] = self.model.base_digest
+        checkpoint["lora_alpha"] = self.transformers.trained.alpha
         checkpoint["precision_backend"] = self.transformers.precision_backend  # a resumed run keeps the precision
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -310,7 +312,18 @@ class SolRLModule(LightningModule):
                 f"{expected.get(name, 'none')} in the model and {loaded.get(name, 'none')} in the checkpoint. Repeat "
                 "the options of that run."
             )
-        self.evaluation.comparable = checkpoint.get("evaluation") == self.evaluation.digest_with_noise
+        alpha = self.transformers.trained.alpha
+        if (recorded := checkpoint.get("lora_alpha", alpha)) != alpha:
+            raise UserError(
+                f"model.lora.alpha={alpha:g} is invalid: the checkpoint's LoRA was trained with another, which scales "
+                f"its update. Set model.lora.alpha={recorded:g}."
+            )
+        same_measure = checkpoint.get("evaluation") == self.evaluation.digest_with_noise
+        self.evaluation.comparable = same_measure and self.has_base_of(checkpoint)
+
+    def has_base_of(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Return whether the base model has the weights that the checkpoint was trained on; older ones do not say."""
+        return checkpoint.get("base_weights", self.model.base_digest) == self.model.base_digest
 
     def _saved_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in state.items() if self._is_saved(name)}

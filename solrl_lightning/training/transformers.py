@@ -72,6 +72,8 @@ class TrainedTransformer(ABC):
     """Folders that task=export writes beside the merged transformer, and the name of the weights in each."""
     storages: ClassVar[Collection[str]]
     """Values of base_weights that the frozen weights may have."""
+    alpha: float | None = None
+    """``model.lora.alpha``; None without a LoRA."""
     transformer: ModelMixin
     """Computes velocities, in the contexts ``current`` and ``old``."""
     weights: nn.Module
@@ -144,7 +146,7 @@ class AdaptedTransformer(TrainedTransformer):
 
     def __init__(self, transformer: ModelMixin, config: LoraConfig, seed: int) -> None:
         self.transformer = self.weights = transformer.train()  # none of these models has dropout
-        self.config = config
+        self.config, self.alpha = config, config.lora_alpha
         self.lora_layers: dict[str, LoraLayer] = add_adapters(transformer, config, seed)
         self.base_norm = base_norm(self.lora_layers)  # of all adapted layers; before a strategy shards the weights
 

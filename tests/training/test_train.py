@@ -14,6 +14,8 @@ import torch
 from forks import Forks
 from lightning.pytorch import Callback, Trainer
 from omegaconf import OmegaConf
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -104,6 +106,30 @@ def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command:
     assert "iterations=2" in overrides and not any("prompts.txt" in line for line in overrides)
     assert OmegaConf.load(record / "config.yaml").iterations == 2
     assert {file.name for file in record.iterdir()} == names
+
+
+def test_base_weights_and_alpha_are_those_of_the_checkpoint(command: Command, tmp_path: Path) -> None:
+    lora, run = "run/lora/pytorch_lora_weights.safetensors", "hydra.run.dir=on_lora"
+    checkpoint = "on_lora/checkpoints/last.ckpt"
+    assert command(*LONG, "iterations=1", "hydra.run.dir=run").status == 0
+    assert command(*LONG, "iterations=1", f"model.fused_lora={lora}", run).status == 0
+    before = (tmp_path / lora).read_bytes()
+    with safe_open(tmp_path / lora, framework="pt") as file:  # as if the first run had trained on
+        more = {name: 1.1 * file.get_tensor(name) for name in file.keys()}
+        save_file(more, tmp_path / lora, file.metadata())
+    resumed = command("ckpt=last", run, "iterations=2")
+    assert resumed.status == 2 and "tiny is invalid: its weights, with model.fused_lora, are not" in resumed.err
+    branch = command(f"ckpt={checkpoint}", "iterations=2", "hydra.run.dir=branch")
+    assert branch.status == 0 and "or the base weights are not those of the checkpoint: base reward, best" in branch.out
+    assert summary_of(tmp_path / "branch")["evaluations"][0]["iteration"] == 1
+    export = command("task=export", f"ckpt={checkpoint}", "hydra.run.dir=export")
+    assert export.status == 0 and f"{checkpoint} was trained on: files have changed" in export.out
+    (tmp_path / lora).write_bytes(before)
+    resumed = command("ckpt=last", run, "iterations=2")
+    assert resumed.status == 0, resumed.err
+    other = command("task=export", f"ckpt={checkpoint}", "model.lora.alpha=1", "hydra.run.dir=other")
+    assert other.status == 2 and "model.lora.alpha=1 is invalid: the checkpoint's LoRA was trained with" in other.err
+    assert "Set model.lora.alpha=64." in other.err
 
 
 def test_prompt_that_a_reward_cannot_score_is_an_error_before_the_model_is_loaded(
