@@ -191,25 +191,13 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
         UserError: for the first mistake.
     """
     flags = _flags(arguments)
-    if flags.experimental_rerun and not Path(flags.experimental_rerun).is_file():
-        raise UserError(f"--experimental-rerun must be a file; there is none at {flags.experimental_rerun}.")
-    if flags.shell_completion and not {"install", "uninstall", "query"} & {
-        o.partition("=")[0] for o in flags.overrides
-    }:
-        raise UserError("--shell-completion needs a subcommand. Use --shell-completion install=bash.")
-    modes = flags.run, flags.multirun, flags.cfg, flags.info, flags.shell_completion
-    if sum(map(bool, modes)) > 1:
-        raise UserError("only one of --run, --multirun, --cfg, --info and --shell-completion can be used.")
     if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}
-    if flags.resolve and not flags.cfg and not flags.help:
-        raise UserError("--resolve goes with --cfg or --help. Use --cfg job --resolve.")
+    # Hydra reports other mistakes in its flags itself, when it runs.
     if flags.resolve and flags.cfg == "hydra":
         raise UserError("--resolve needs the keys that Hydra's refer to. Use --cfg all --resolve.")
     if flags.package is not None and not flags.cfg:
         raise UserError(f"--package goes with --cfg. Use --cfg job --package {flags.package}.")
-    if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
-        raise UserError(f"--config-dir must be a folder; there is none at {flags.config_dir}.")
     try:
         with ConfigTree(flags.config_name, flags.config_dir) as tree:
             return _checked(tree, arguments, flags)

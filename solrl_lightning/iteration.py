@@ -38,13 +38,11 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     model, transformers = module.model, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
-    stages = cfg.family.stages(
-        model.sigmas, objective.solver, objective.shared_noise
-    )  # explore ..., regenerate; or one
-    sigmas = model.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
-    rows = cfg.family.keep * objective.rows_per_sample(
-        stages[-1].steps
-    )  # of a prompt: a sample has a share of the levels
+    # Stages: explore ..., regenerate; or one.
+    stages = cfg.family.stages(model.sigmas, objective.solver, objective.shared_noise)
+    steps = stages[-1].steps
+    sigmas = model.sigmas(steps)  # noise levels, from 1 to 0
+    rows = cfg.family.keep * objective.rows_per_sample(steps)  # of a prompt: a sample has a share of the levels
     # Micro-batches of equal size, at most cfg.model.micro_batch rows, on 1 rank.
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
     schedule = PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed)
@@ -52,7 +50,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     for iteration in range(cfg.iterations):
         prompts = schedule.for_iteration(iteration)
         encoded = module.encode(prompts)  # embeddings, each [P, ...]
-        transitions = objective.transitions(stages[-1].steps, iteration)  # recorded steps, of GRPO only
+        transitions = objective.transitions(steps, iteration)  # recorded steps, of GRPO only
 
         # Requantise: rewrite the samplers `merged` and `shadow` from the old policy; `policy` has its LoRA already.
         module.requantize(iteration)
