@@ -65,7 +65,7 @@ def check_new(folder: Path) -> None:
         elif (folder / BEST).exists():
             fix = f"branch from its best evaluation with {path_option('ckpt', folder / BEST)}; {LAST} is missing"
         else:
-            fix = "remove it: there is no checkpoint in it to resume from"
+            fix = "remove it with what it holds: there is no checkpoint in it to resume from"
         raise UserError(
             f"The folder {folder} already holds a {'sweep' if sweep else 'run'} ({', '.join(traces)}). Choose another "
             f"with {_OTHER_FOLDER}, or {fix}."

@@ -100,6 +100,7 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     tree.look_in(sources)
     new = [o for o in overrides if o.key_or_group not in ("ckpt", "hydra.run.dir")]
     recorded = [o for o in _recorded_overrides(tree, source) if o.key_or_group not in ("ckpt", "task")]
+    _check_one_start(checkpoint, recorded, new)
     if not training:  # another task has other keys, and none runs with shards
         sharded = any(o.key_or_group == "trainer" and o.value() == "fsdp" for o in recorded)
         recorded = [o for o in recorded if not is_subkey(_dotted(o), "task", *(["trainer"] if sharded else []))]
@@ -119,6 +120,17 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     )
     newest = value == "last" and folder is None
     return Resumed(merged, checkpoint, source if in_place else None, training, message, value == "auto", newest)
+
+
+def _check_one_start(checkpoint: Path, recorded: Iterable[Override], new: Iterable[Override]) -> None:
+    """Raise UserError for a LoRA to begin with that the run of ``checkpoint`` did not have: nothing would read it."""
+    before = [override.value() for override in recorded if override.key_or_group == "model.init_lora"]
+    for override in new:
+        if override.key_or_group == "model.init_lora" and override.value() not in (None, *before[-1:]):
+            raise UserError(
+                f"{override.input_line} is invalid: the weights are those of ckpt={checkpoint}. Leave it out, or leave "
+                "ckpt out and begin with the LoRA."
+            )
 
 
 def _still_valid(tree: ConfigTree, recorded: list[Override], new: list[Override]) -> list[Override]:
@@ -163,6 +175,7 @@ def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed
 
     It is the same if only keys differ that may change in a resume, but not the run's length.
     """
+    _check_not_trained(folder)
     lines = [str(o.input_line) for o in overrides if o.key_or_group != "ckpt"]
     free = set(RESUMABLE_KEYS) - {"iterations", "max_seconds"} | {"ckpt"}
     before, now = (
@@ -177,6 +190,7 @@ def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed
 def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
     if not (folder / LAST).is_file():
         check_free(folder)
+        _check_not_trained(folder)
         overrides = [override for override in _recorded_overrides(tree, folder) if override.key_or_group != "ckpt"]
         lines = [shell_quoted(str(o.input_line)) for o in overrides]
         again = " ".join([*lines, "ckpt=auto", path_option("hydra.run.dir", folder)])
@@ -187,6 +201,16 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
             f"checkpoint. {fix}."
         )
     return folder / LAST
+
+
+def _check_not_trained(folder: Path) -> None:
+    """UserError for a run without ``last.ckpt`` that has written its result, which beginning again would replace."""
+    result = next((folder / name for name in ("lora", "transformer") if (folder / name).is_dir()), None)
+    if result is not None:
+        best = path_option("ckpt", folder / BEST)
+        lora = _from_lora(result) if result.name == "lora" else "Begin a new run with hydra.run.dir=<folder>"
+        fix = f"Branch from its best evaluation with {best}" if (folder / BEST).is_file() else lora
+        raise UserError(f"The run in {folder} has trained, and its {LAST} was removed: {result} is left. {fix}.")
 
 
 def _newest_checkpoint(name: Path) -> tuple[Path, bool]:

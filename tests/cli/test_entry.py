@@ -436,6 +436,26 @@ def test_run_in_progress_without_a_checkpoint_is_in_use(command: Command, tmp_pa
     assert message.endswith("Begin it again with seed=3 'data.train=a b.txt' ckpt=auto hydra.run.dir=run.\n")
 
 
+@pytest.mark.parametrize("ckpt", ["last", "auto"])
+def test_a_run_whose_checkpoints_were_removed_keeps_its_results(command: Command, tmp_path: Path, ckpt: str) -> None:
+    (tmp_path / "run" / "lora").mkdir(parents=True)
+    for fix in ("with model.init_lora=run/lora.\n", "with ckpt=run/checkpoints/best.ckpt.\n"):
+        message = error_of(command, f"ckpt={ckpt}", "hydra.run.dir=run")
+        assert "run has trained, and its checkpoints/last.ckpt was removed" in message and message.endswith(fix)
+        (tmp_path / "run" / "checkpoints").mkdir(exist_ok=True)
+        (tmp_path / "run" / "checkpoints" / "best.ckpt").touch()
+
+
+def test_a_run_begins_with_a_checkpoint_or_with_a_lora(command: Command, tmp_path: Path, earlier: Path) -> None:
+    (tmp_path / "lora.safetensors").touch()
+    for line in (["ckpt=last"], ["ckpt=last", f"hydra.run.dir={earlier}"], ["ckpt=last", "task=evaluate"]):
+        message = error_of(command, RECORD, *line, "model.init_lora=lora.safetensors", "iterations=4")
+        assert "model.init_lora=lora.safetensors is invalid: the weights are those of ckpt=" in message
+    first = (RECORD, "model.init_lora=lora.safetensors", "iterations=2", "hydra.run.dir=begun")
+    assert command(*first).status == 0
+    assert command(*first, "ckpt=last", "iterations=4").status == 0
+
+
 # Resuming
 
 
