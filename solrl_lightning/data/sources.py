@@ -154,12 +154,9 @@ def check_source(source: str) -> None:
             f"the path {path} {problem} (looked in {Path.cwd()}), and the named sources are {', '.join(SOURCES)}.{hint}"
         )
     if path.suffix.lower() == ".json":
-        table = str(path.with_suffix(".parquet"))
-        convert = f"pd.json_normalize(pd.read_json({str(path)!r}).to_dict('records')).to_parquet({table!r})"
         raise UserError(
             f"the prompt file {path} is invalid: it must be a table ({', '.join(_TABLES)}), a .jsonl file, or text "
-            "with one prompt a line. Convert it, and set data.column=<name>, which is <outer>.<inner> of a nested key: "
-            f"python -c {shell_quoted(f'import pandas as pd; {convert}')}"
+            f"with one prompt a line. Convert it: {_conversion(path)}"
         )
     if path.suffix.lower() not in ("", ".txt", *_TABLES, *_JSON_LINES):
         raise UserError(
@@ -167,6 +164,37 @@ def check_source(source: str) -> None:
             f"have no ending. If each line of it is a prompt, give it another name: cp "
             f"{shell_quoted(str(path))} {shell_quoted(str(path.with_suffix('.txt')))}"
         )
+
+
+def _conversion(path: Path) -> str:
+    """Return a command that makes a .jsonl file of a .json file, with a key <outer>.<inner> for each nested one.
+
+    Its values stay as they are: "007" is no number.
+    """
+    lines = path.with_suffix(".jsonl")
+    text = _read_utf8(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, list | dict):  # one object a line, or no JSON, which reading the .jsonl file then tells
+        return f"mv {shell_quoted(str(path))} {shell_quoted(str(lines))}"
+    rows = f"json.loads(Path({str(path)!r}).read_text('utf-8-sig'))"
+    if isinstance(content, dict):
+        lists = [key for key, value in content.items() if isinstance(value, list)]
+        of_frame = any(isinstance(value, dict) and "0" in value for value in content.values())  # of DataFrame.to_json
+        if len(lists) == 1:
+            rows, content = f"{rows}[{lists[0]!r}]", content[lists[0]]
+        elif lists or of_frame:
+            rows, content = f"pd.DataFrame({rows}).to_dict('records')", []
+        else:
+            rows, content = f"{rows}.values()", [*content.values()]
+    row = "dict(prompt=row)" if content and isinstance(content[0], str) else "row"
+    if any(isinstance(value, dict) for each in content if isinstance(each, dict) for value in each.values()):
+        row = "pd.json_normalize(row).to_dict('records')[0]"
+    pandas = "import pandas as pd; " if "pd." in row + rows else ""
+    write = f"Path({str(lines)!r}).write_text(chr(10).join(json.dumps({row}) for row in {rows}))"
+    return f"python -c {shell_quoted(f'import json; from pathlib import Path; {pandas}{write}')}"
 
 
 def dataset_of(source: str) -> str | None:

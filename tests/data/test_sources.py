@@ -11,6 +11,7 @@ from threading import Thread
 from typing import Any
 
 import datasets
+import pandas as pd
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -193,13 +194,38 @@ def test_malformed_csv_file_is_an_error(tmp_path: Path, content: bytes, message:
         read_prompts(tmp_path / "a.csv")
 
 
-def test_error_about_a_json_file_has_the_command_that_converts_it(tmp_path: Path) -> None:
-    file = write(tmp_path / "o'prompts.json", '[{"data": {"text": "one, two"}}, {"data": {"text": "three"}}]')
+ROWS: list[dict[str, Any]] = [{"prompt": "one, two", "id": "007", "day": "2024-01-01"}, {"prompt": "three", "n": 1}]
+FRAME = {"prompt": ["a", "b"], "id": ["007", "8"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "column", "rows"),
+    [
+        (json.dumps(ROWS), "prompt", ROWS),
+        ("\n".join(map(json.dumps, ROWS)), "prompt", ROWS),
+        (json.dumps({"version": 2, "prompts": ROWS}), "prompt", ROWS),
+        (json.dumps({"001": ROWS[0], "002": ROWS[1]}), "prompt", ROWS),
+        ("\ufeff" + json.dumps(["a", "b's"]), "prompt", [{"prompt": "a"}, {"prompt": "b's"}]),
+        (json.dumps({"001": "a", "002": "b"}), "prompt", [{"prompt": "a"}, {"prompt": "b"}]),
+        (json.dumps({"prompts": ["a"]}), "prompt", [{"prompt": "a"}]),
+        (json.dumps(FRAME), "prompt", [{"prompt": "a", "id": "007"}, {"prompt": "b", "id": "8"}]),
+        (pd.DataFrame(FRAME).to_json(), "prompt", [{"prompt": "a", "id": "007"}, {"prompt": "b", "id": "8"}]),
+        (json.dumps([{"data": {"text": "a"}, "n": [1]}]), "data.text", [{"data.text": "a", "n": [1]}]),
+    ],
+)
+def test_error_about_a_json_file_has_the_command_that_converts_it(
+    tmp_path: Path, content: str, column: str, rows: list[dict[str, Any]]
+) -> None:
+    file = write(tmp_path / "o'prompts.json", content)
     with pytest.raises(UserError, match=f"the prompt file {file} is invalid") as error:
-        read_records(file, "prompt")
-    _, _, code = shlex.split(str(error.value).partition("nested key: ")[2])
-    exec(code)
-    assert [record.text for record in read_records(file.with_suffix(".parquet"), "data.text")] == ["one, two", "three"]
+        read_records(file, column)
+    program, *arguments = shlex.split(str(error.value).partition("Convert it: ")[2])
+    if program == "mv":
+        Path(arguments[0]).rename(arguments[1])
+    else:
+        exec(arguments[1])
+    records = read_records(file.with_suffix(".jsonl"), column)
+    assert [{column: record.text} | record.metadata for record in records] == rows
 
 
 # The hub
