@@ -101,6 +101,7 @@ def fetch(
     index = fetch_file(pretrained, INDEX, key="model.pretrained", kind="diffusers pipeline", hint=hint)
     check_json("model.pretrained", pretrained, index)
     check_class(pipeline_class, pretrained, index.parent)
+    _check_names(pipeline_class, pretrained, json.loads(index.read_text()))
     if is_path(pretrained):
         _check_complete(pipeline_class, pretrained, index.parent, without)
         return index.parent
@@ -132,6 +133,17 @@ def check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder
             raise UserError(
                 f"model.pretrained={pretrained} is invalid: it has {key}, of Wan 2.2, and this model trains one "
                 "transformer that gets one time. Set model.pretrained=Wan-AI/Wan2.1-T2V-1.3B-Diffusers."
+            )
+
+
+def _check_names(pipeline_class: type[DiffusionPipeline], pretrained: str, index: Mapping[str, Any]) -> None:
+    """Raise UserError unless the index has a library and a class for every component that the model needs."""
+    names, _ = pipeline_class._get_signature_keys(pipeline_class)
+    for name in sorted({*names} - {*pipeline_class._optional_components} | {"transformer"}):
+        if not isinstance(index.get(name), list) or len(index[name]) != 2:
+            raise UserError(
+                f"model.pretrained={pretrained} is invalid: its {INDEX} must name the library and the class of {name}, "
+                f"and has {json.dumps(index.get(name))} for it. Download or save the pipeline again."
             )
 
 

@@ -148,6 +148,16 @@ def test_every_architecture_loads_with_every_component_and_no_other(architecture
         assert f"needs a {pipeline_class.__name__}" in message and f"Use model={architecture} with it." in message
 
 
+@pytest.mark.parametrize("value", ["scheduler", ["diffusers"], None])
+def test_an_index_names_every_component(architecture: str, folder: str, tmp_path: Path, value: object) -> None:
+    index = json.loads((Path(folder) / INDEX).read_text())
+    pipeline_class = model_class(architecture).pipeline_class
+    for name in (name for name, component in index.items() if isinstance(component, list) and None not in component):
+        (tmp_path / INDEX).write_text(json.dumps(index | {name: value}))
+        message = message_of(tmp_path, pipeline_class)
+        assert f"model_index.json must name the library and the class of {name}, and has" in message
+
+
 def test_components_that_are_given_are_not_loaded(copied: Path) -> None:
     whole = load_pipeline(FluxPipeline, str(copied))
     for name in ("transformer", "vae", "scheduler"):
