@@ -18,7 +18,7 @@ class Guard(Callback):
     """Raises an alarm when a rule begins to hold. Must follow ``RolloutStats``.
 
     Args:
-        stop: end the run at the first alarm.
+        stop: end the run at the first alarm; its result is then checkpoints/best.ckpt.
         patience: consecutive iterations with near-constant or saturated rewards before an alarm.
         limits: the fields of ``alarms.Limits``.
     """

@@ -26,7 +26,8 @@ class SampleGrid(Callback):
 
     Args:
         every: iterations from one picture to the next; 0 writes none. The last iteration has one, too.
-        prompts, steps: number of held-out prompts in the first grid, and of their images' solver steps.
+        prompts: number of held-out prompts in the first grid, one row each.
+        steps: solver steps of their images.
         seeds_per_prompt: images per prompt and model in the first grid; best and worst samples in the second.
         seed: of the noise, which is the same in every picture of a run.
     """

@@ -79,7 +79,6 @@ def argument_texts(target: Callable[..., Any]) -> dict[str, str]:
         for document in (each.__doc__, getattr(vars(each).get("__init__"), "__doc__", None)):
             _, _, arguments = inspect.cleandoc(document or "").partition("\nArgs:\n")
             for entry in re.split(r"\n(?= {4}\w)", f"\n{arguments.partition(chr(10) * 2)[0]}"):
-                name, colon, words = entry.strip().partition(": ")
-                if colon and name.isidentifier():
-                    texts[name] = words
+                names, colon, words = entry.strip().partition(": ")
+                texts |= {name: words for name in names.split(", ") if colon and name.isidentifier()}
     return texts

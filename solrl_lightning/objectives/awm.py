@@ -33,7 +33,13 @@ Weighting = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class AWM(KLObjective):
-    """`awm_loss` on re-noised images, with the published weighting `ghuber`."""
+    """`awm_loss` on re-noised images, with the published weighting `ghuber`.
+
+    Args:
+        old_weight: weight of the mean squared distance to the old policy's velocity.
+        advantage_clip: advantages are clipped to +- this and divided by it.
+        ratio_clip: likelihood ratios are clipped to 1 +- this.
+    """
 
     old_weight: NotNegative
     advantage_clip: Positive

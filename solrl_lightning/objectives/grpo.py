@@ -28,6 +28,10 @@ class GRPO(KLObjective):
 
     All steps but the last one are stochastic, recorded and trained on. With ``old_policy.decay_type=0`` the policy that
     samples is the trained one at the start of the iteration, as published.
+
+    Args:
+        clip_range: likelihood ratios are clipped to 1 +- this.
+        advantage_clip: advantages are clipped to +- this.
     """
 
     guided_training: ClassVar[bool] = True

@@ -29,8 +29,6 @@ _MIN_ERROR = 1e-5  # floor of the adaptive weight, so that an exact x0 predictio
 class NFT(KLObjective):
     """`nft_loss` on re-noised images.
 
-    Reference and KL weight are those of ``KLObjective``.
-
     Args:
         beta: distance of v+ and v- from the old velocity; at 1, v+ is the policy.
         advantage_clip: bound of the advantages, and a factor of the policy term.

@@ -29,7 +29,11 @@ from solrl_lightning.rollout.records import TrainingBatch
 
 @dataclass(frozen=True)
 class PEPG(KLObjective):
-    """`pepg_loss` on re-noised images."""
+    """`pepg_loss` on re-noised images.
+
+    Args:
+        advantage_scale: factor of the advantages; the log-ratio at which the pull of a sample of advantage 1 ends.
+    """
 
     advantage_scale: Positive
 

@@ -27,7 +27,12 @@ from solrl_lightning.rollout.records import TrainingBatch
 
 @dataclass(frozen=True)
 class RAM(Objective):
-    """`ram_loss` on re-noised images."""
+    """`ram_loss` on re-noised images.
+
+    Args:
+        strength: r of the target v_ref + r A (v* - v_old); a larger one holds the policy less close to the base model.
+        timestep_fraction: fraction of the noise levels that a sample is trained at.
+    """
 
     strength: Positive
     timestep_fraction: Share

@@ -11,6 +11,6 @@ class Data(Group):
     column: str
     """Column of the prompts in a table or hub data set, and their key in a .jsonl file."""
     eval_prompts: Count | None
-    """Use only the first ones of ``eval``."""
+    """Use only the first n of ``eval``; null: all."""
     eval_images: Images
     """Images per held-out prompt, from fixed seeds."""

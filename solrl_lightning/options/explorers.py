@@ -15,13 +15,14 @@ class Resources(Group):
 
 class Explorers(Group):
     count: CountOrZero
-    """Explorers, of all ranks together; 0: this process explores."""
+    """Explorers, of all ranks together, at least one of each; 0: this process explores."""
     resources: Resources = Resources()
     """What Ray reserves for each."""
     address: str | None = None
-    """Cluster; null: one on this machine that lasts as long as the run."""
+    """Cluster: null starts one on this machine, for this run; auto is the one of this machine, or <host>:6379, or
+    ray://<host>:10001 (Ray Client; not tried)."""
     max_lag: CountOrZero = 0
-    """Iterations by which the weights of an exploration may be older than the policy's."""
+    """Iterations by which the weights of an exploration may be older than the policy's; 1 explores during training."""
     precision: str | None = None
     """Number format of the explorers' shadow; null: the run's."""
     rollout_batch: Count | None = None

@@ -101,7 +101,7 @@ class Model(Group):
     model_config = ConfigDict(extra="allow")
 
     pretrained: str
-    """Hub id or local folder."""
+    """Hub id or local folder of a pipeline of diffusers."""
     needs: str | None = None
     """Disk and GPU that it takes, printed before the download."""
     variant: str | None
@@ -119,7 +119,8 @@ class Model(Group):
     num_frames: Frames | None = None
     """Frames of a video."""
     frames: Scored | None = None
-    """Frames of a video that the rewards score."""
+    """Frames of a video that the rewards score, whose mean is the video's: first, middle, all, or so many at equal
+    distances."""
     input_image: bool = False
     """Whether a prompt has an image that the model edits."""
     max_sequence_length: Count
@@ -127,19 +128,20 @@ class Model(Group):
     guidance: NotNegative | None = None
     """Value of the guidance embedding, of a model that has one."""
     guidance_scale: Guidance = 1
-    """Scale of classifier-free guidance."""
+    """Scale of classifier-free guidance, which doubles the forward passes; 1: none. docs/models/index.md"""
     flow_shift: Finite | None = None
     """Shift of the noise levels, of a model that has one."""
     decode_batch: Count
     """Images decoded at once."""
     preview_decoder: str | None = None
-    """Tiny autoencoder of exploration."""
+    """Tiny autoencoder, of family.explore.decoder=preview: hub id or folder."""
     dtypes: dict[str, str]
     """Dtype of each component, and of all others under ``default``."""
     embeddings: str | None
-    """Folder to cache embeddings of prompts in."""
+    """Folder to cache embeddings of prompts in, whose sizes docs/models has; null: none."""
     gradient_checkpointing: Checkpointing
-    """Recompute activations in the backward pass."""
+    """Recompute activations in the backward pass: false, selective (every second block), true, or auto (the least that
+    fits the device; docs/plan.md)."""
 
     iterations: Count
     """Default of the run."""
@@ -155,17 +157,17 @@ class Model(Group):
     """Adapter of the architecture."""
 
     solver: SolverName
-    """Solver of all samplers."""
+    """Solver of all samplers: euler, or dpm2 (second-order multistep)."""
     full_steps: Steps
     """Solver steps of the training samples."""
     preview_steps: Steps
     """Solver steps of exploration."""
     prefix_steps: Steps
-    """Solver steps before scoring in family=prefix."""
+    """Solver steps before scoring in family=prefix, of full_steps."""
     rung_steps: list[Steps] | None = None
     """Solver steps before scoring in family=race, if others than [3, 5]."""
     explore_decoder: Decoder = "full"
-    """Decoder of explored images."""
+    """Decoder of explored images, which are only ranked: full, bf16 (full in bfloat16), or preview."""
     eval_steps: Steps
     """Solver steps of evaluations and sample grids."""
     rollout_batch: Count
@@ -174,7 +176,7 @@ class Model(Group):
     learning_rate: Positive
     """Learning rate of AdamW."""
     train_timestep_fraction: Share
-    """Fraction of the noise levels that a sample is trained at."""
+    """Fraction of the full_steps noise levels that a sample is trained at."""
     micro_batch: Count
     """Rows per forward and backward pass."""
     max_grad_norm: Positive

@@ -8,7 +8,7 @@ class Precision(Group):
     name: str
     """Format of the quantised layers; auto: the lowest that this machine computes in."""
     backend: str
-    """What computes it; auto: the fastest here."""
+    """What computes it: torch, transformer_engine (nvfp4), or emulated, which runs anywhere; auto: the fastest here."""
 
     def check(self) -> None:
         check_backend(self.name, self.backend)

@@ -73,13 +73,14 @@ class Audit(_Known, Pool):
     prompts: Count
     """Number of prompts, the first of ``data.eval``."""
     min_gap: Share
-    """Share of the reward gap that the early stops of ``search`` keep."""
+    """Share of the reward gap between best and worst that the early stops of ``search`` keep, or less by a standard
+    error."""
     overrides: list[str]
     """Options of this command, for the recommended one."""
     proxies: list[Proxy]
     """Proxies to compare."""
     search: bool
-    """Whether to simulate early stops on one trajectory."""
+    """Also score every step of one BF16 trajectory, and name the cheapest prefix and race that keep ``min_gap``."""
 
     def check(self) -> None:
         super().check()
@@ -92,71 +93,75 @@ class Audit(_Known, Pool):
 
 class Sizes(Group):
     pool: Images | None
-    """``family.pool`` of all families."""
+    """``family.pool`` of all families; null: as configured."""
     keep: Kept | None
-    """``family.keep`` of all families."""
+    """``family.keep`` of all families; null: as configured."""
 
 
 class Benchmark(_Known):
     families: list[str]
-    """Families to time."""
+    """Families to time; naive_scaling and compile, if listed, are the baselines."""
     precisions: list[str] | None
-    """Precisions to time families with a shadow in."""
+    """Time families with a shadow once with each, e.g. [nvfp4,int8]; null: ``precision=`` only."""
     decoders: list[Decoder] | None
-    """Decoders to time families that explore with."""
+    """Time families that explore once with each, e.g. [full,preview]; null: as configured."""
     sizes: Sizes
     """Overrides for all families."""
     repeats: Count
-    """Timed iterations of a family."""
+    """Timed iterations of a family, after one warm-up iteration."""
     rounds: Count
-    """Passes through all families."""
+    """Passes through all families in alternating order, so that slow drift affects all equally."""
     compile: bool
-    """Also time compiled forward passes."""
+    """If there is a compiler: also time compiled forward passes, and compile families with compile=auto on a CPU,
+    too."""
 
 
 class Compare(_Known):
     runs: Glob
-    """Pattern of run folders."""
+    """Glob of run folders, relative to the working directory."""
     reference: str | None
-    """Words of the name of a group."""
+    """Words of the name of a group; null: the group of family=diffusionnft, else the first one."""
     cost: Any
-    """Factors of stages, or a table of another machine, for simulated seconds."""
+    """Also simulate the seconds of another machine: factors of stages, as {explore: 0.25}, or a table, as
+    flux1_h100."""
 
 
 class Doctor(_Known):
     iterations: Annotated[int, whole(0, MAX_ITERATIONS)] | None
-    """Iterations of training on captions of shapes."""
+    """Iterations of training on captions of shapes; 0: none; null: 2 with the embedded model, and with random
+    weights on a
+    GPU."""
 
 
 class Evaluate(_Known):
     grid_prompts: Count
-    """Rows of the picture."""
+    """Rows of the picture, the first n prompts."""
     grid_images: Count
-    """Images of a prompt in the picture."""
+    """Images per prompt and model in the picture."""
 
 
 class Export(_Known):
     push: str | None
-    """Hub id to upload the files to."""
+    """Hub id (owner/name) to upload the files to; the repository is created as a private one."""
 
 
 class Generate(_Known):
     prompts: Annotated[
         list[Any], must_be("a list of texts", lambda value: isinstance(value, list), f"Give texts, {_TEXTS}.")
     ]
-    """Texts."""
+    """Texts; quote one with a comma, bracket or =."""
     prompt_file: str | None
-    """File or named source instead."""
+    """File or named source, as in data.train, instead of ``prompts``."""
     images: Images
-    """Images of each prompt."""
+    """Images of each prompt, with the seeds of evaluations."""
     seeds: Seeds
     """One image of every prompt each, instead of ``images``."""
     base: bool
     """Also images of the base model, where there are trained weights."""
     grid_prompts: Count
-    """Rows of the picture."""
+    """Rows of the picture, the first n prompts."""
     grid_images: Images
-    """Images of a prompt in the picture."""
+    """Images per prompt and model in the picture."""
 
     def check(self) -> None:
         if bool(self.prompts) == (self.prompt_file is not None):
@@ -178,29 +183,29 @@ class Card(Group):
 
 class Plan(_Known):
     devices: Count
-    """Devices that share the prompts."""
+    """Devices that share prompts_per_iteration."""
     overrides: list[str]
     """Options of this command, for the printed ones."""
     cards: list[Card]
-    """GPUs to find the options for."""
+    """GPUs to find the options for: memory in 10^9 bytes, as torch.cuda reports it, and compute capability."""
     reserve: NotNegative
-    """GB of a card that stay free."""
+    """GB of a card that stay free, for a reward model, CUDA and the allocator."""
 
 
 class Prove(_Known):
     folder: str
-    """Of the results and of the steps' runs."""
+    """Of the results and of the steps' runs; another one begins a new proof."""
     minutes: Positive
     """After which no step continues."""
     steps: list[str] | None
-    """Names of the steps to run."""
+    """Names of the steps to run, again if they have ended; null: those that have not."""
 
 
 class Serve(_Known):
     host: str
-    """Address to listen on."""
+    """Address to listen on; any but this machine's own requires the token SOLRL_REWARD_TOKEN."""
     port: Port
-    """Port to listen on."""
+    """Port to listen on; 0: a free one."""
     max_images: Count
     """Images of a request."""
     max_pixels: Count

@@ -22,9 +22,9 @@ class HTTPReward(Reward):
     """Posts batches of images to a server, several at the same time, and retries failed requests with back-off.
 
     Args:
-        url: http or https address of the requests.
+        url: http or https address of the requests; their token is read from SOLRL_REWARD_TOKEN.
         batch: images per request.
-        concurrency: requests at the same time.
+        concurrency: requests at the same time, of every device.
         timeout: seconds without an answer, or from its first to its last byte, after which a request has failed.
         retries: attempts after the first one.
         backoff: seconds; retry n waits backoff * 2 ** (n - 1), at most 60, and the first one not at all.

@@ -71,7 +71,7 @@ class ImageReward(Reward):
         pretrained: hub id or folder with ``WEIGHTS`` and ``TEXT_CONFIG``.
         tokenizer: hub id or folder of BERT's uncased tokenizer.
         device: where to score.
-        dtype: of weights and activations of the two towers; the head stays in float32.
+        dtype: of weights and activations of the two towers, as in ``TransformersCLIP``; the head stays in float32.
         batch: images per forward pass.
 
     Raises:

@@ -43,14 +43,16 @@ class VLMReward(Reward):
     An image that was scored before with the same question is not asked about again.
 
     Args:
-        url: address of the API, to which ``/chat/completions`` is added.
+        url: address of the API, to which ``/chat/completions`` is added; its key is read from SOLRL_REWARD_TOKEN.
         model: name of the model there.
         question: text after the image, or the two; ``{prompt}`` stands for the prompt.
-        answers: value of each answer, a word without regard to case.
+        answers: value of each answer, a word without regard to case; their mean, weighted by probability, is the score.
         logprobs: read the probabilities of the first word; False: read the first answer in the text, for a server that
             gives no probabilities.
-        concurrency: requests at the same time.
-        timeout, retries, backoff: of a request, as in ``Client``.
+        concurrency: requests at the same time, of every device.
+        timeout: seconds without an answer, or from its first to its last byte, after which a request has failed.
+        retries: attempts after the first one.
+        backoff: seconds; retry n waits backoff * 2 ** (n - 1), at most 60, and the first one not at all.
 
     Raises:
         UserError: ``url`` is no address, or has a password; the token in the environment has other characters.

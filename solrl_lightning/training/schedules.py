@@ -74,17 +74,29 @@ Factor = Callable[[float], float]
 
 
 def constant(warmup: NotNegative = 0) -> Factor:
-    """Return factor 1 after a linear rise over ``warmup`` iterations that starts above 0."""
+    """Return factor 1 after a linear rise that starts above 0.
+
+    Args:
+        warmup: iterations of the rise.
+    """
     return lambda done: _risen(done, warmup)
 
 
 def linear(iterations: Positive, warmup: NotNegative = 0) -> Factor:
-    """Return a factor that falls linearly from 1, after the warm-up, to 0 at ``iterations``."""
+    """Return a factor that falls linearly from 1, after the warm-up, to 0 at ``iterations``.
+
+    Args:
+        warmup: iterations of linear rise.
+    """
     return lambda done: _risen(done, warmup) * (1 - _progress(done, iterations, warmup))
 
 
 def cosine(iterations: Positive, warmup: NotNegative = 0) -> Factor:
-    """Return a factor that falls along half a cosine from 1, after the warm-up, to 0 at ``iterations``."""
+    """Return a factor that falls along half a cosine from 1, after the warm-up, to 0 at ``iterations``.
+
+    Args:
+        warmup: iterations of linear rise.
+    """
     return lambda done: _risen(done, warmup) * (1 + math.cos(math.pi * _progress(done, iterations, warmup))) / 2
 
 

@@ -38,6 +38,8 @@ def test_help_of_a_group_describes_the_options_that_no_file_names(command: Comma
     assert result.status == 0
     assert "family.pool=48\n    Candidates of each prompt.\n" in result.out
     assert "family.explore.stop_below=null\n    Instead of ``stop_after``: the highest noise level from" in result.out
+    out = command("--help", "reward", "reward=clipscore").out
+    assert "reward.clipscore.processor=openai/clip-vit-large-patch14\n    hub ids or folders, of the weights" in out
     assert "family.explore.name" not in result.out and "family.regenerate.decoder" not in result.out
 
 
