@@ -8,7 +8,7 @@ from typing_extensions import Required, TypedDict
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import Combination
-from solrl_lightning.options.rules import NODE, Broken, Group, number
+from solrl_lightning.options.rules import HERE, NODE, Broken, Group, number
 from solrl_lightning.rewards.addresses import check_url
 
 HTTP = "solrl_lightning.rewards.http.HTTPReward"
@@ -18,7 +18,9 @@ GENEVAL = "solrl_lightning.rewards.geneval.GenEval"
 REWARD_FILES = ("pretrained", "processor", "tokenizer", "head", "detector")  # keys of a reward's hub ids and paths
 
 
-Weight = Annotated[float, number("a finite number; 0 for a reward that is only evaluated", lambda value: True)]
+Weight = Annotated[
+    float, number("a finite number; 0 for a reward that is only evaluated", lambda value: True, f"Set {HERE}=1.")
+]
 
 
 class Member(TypedDict, total=False):

@@ -98,8 +98,8 @@ def whole(least: int, most: float = math.inf, note: str = "") -> PlainValidator:
     return PlainValidator(check)
 
 
-def number(rule: str, holds: Callable[[float], bool]) -> PlainValidator:
-    return must_be(rule, lambda value: type(value) in (int, float) and math.isfinite(value) and holds(value))
+def number(rule: str, holds: Callable[[float], bool], fix: str = _DEFAULT) -> PlainValidator:
+    return must_be(rule, lambda value: type(value) in (int, float) and math.isfinite(value) and holds(value), fix)
 
 
 def one_of(*choices: bool | str) -> PlainValidator:

@@ -3,15 +3,27 @@
 import math
 import re
 import unicodedata
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from solrl_lightning.options.rules import must_be
+
+LEAST = 1e-3
+"""Probability of all answers together; below it the first word is another one, such as <think>."""
 
 
 def normal(answer: str) -> str:
     """Return an answer without case, width and a final dot; a number in its shortest form, as "4" for "4.0"."""
     word = unicodedata.normalize("NFKC", answer).casefold().strip().rstrip(".")
     return f"{float(word):.15g}" if re.fullmatch(r"[+-]?[0-9]+\.[0-9]+", word) else word
+
+
+def unanswered(key: str, model: str, prompt: str, answers: Iterable[str]) -> str:
+    """Return the error about a judge, the reward at ``key``, whose answer about a grey image is none of ``answers``."""
+    return (
+        f"{key}.answers is invalid: the model {model}, asked about a grey image and the prompt {prompt!r}, gives none "
+        f"of {', '.join(answers)}. Set {key}.question and {key}.answers to what it answers"
+    )
 
 
 def spellings(answer: str) -> set[str]:

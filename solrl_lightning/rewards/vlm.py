@@ -28,12 +28,12 @@ from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
 from solrl_lightning.rewards.addresses import check_url, read_token
-from solrl_lightning.rewards.answers import Answers, normal
+from solrl_lightning.rewards.answers import LEAST, Answers, normal, unanswered
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 from solrl_lightning.rewards.client import Client, shown, to_png
 
 _ALTERNATIVES = 20  # likeliest first words in an answer; the most that the API gives
-_LEAST = 1e-3  # probability of all answers together; below it the first word is another one, such as <think>
+_THOUGHTS = re.compile(r"[<\[]think.*?(/think\w*[>\]]|$)", re.DOTALL | re.IGNORECASE)  # or cut off at _LONGEST
 _LONGEST = 64  # tokens of an answer that is read as text
 
 
@@ -104,11 +104,8 @@ class VLMReward(Reward):
                 f"{key}.url=<its address> and {key}.model=<the name of its model>."
             ) from error
         if math.isnan(answer.score):
-            raise UserError(
-                f"{key}.answers is invalid: the model {self.model}, asked about a grey image and the prompt "
-                f"{prompt!r}, gives none of {', '.join(self.answers)}. Set {key}.question and {key}.answers to "
-                f"what it answers, or {key}.logprobs={str(not self.logprobs).lower()}."
-            )
+            other = f"{key}.logprobs={str(not self.logprobs).lower()}"
+            raise UserError(f"{unanswered(key, self.model, prompt, self.answers)}, or {other}.")
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         """Return the expected values, float32 [B], of the answers about the images rounded to 8 bits.
@@ -185,10 +182,11 @@ def _by_probability(choice: Mapping[str, Any], answers: Mapping[str, float]) -> 
         if word in weights:
             weights[word] += math.exp(alternative["logprob"])
     total = sum(weights.values())
-    return sum(weights[word] * value for word, value in answers.items()) / total if total > _LEAST else math.nan
+    return sum(weights[word] * value for word, value in answers.items()) / total if total > LEAST else math.nan
 
 
 def _by_text(choice: Mapping[str, Any], answers: Mapping[str, float]) -> float:
-    """Value of the first answer in the text; NaN without one."""
-    words = map(normal, re.findall(r"[\w.+-]*\w", choice["message"]["content"]))
+    """Return the value of the first answer in the text after its thoughts; NaN without one."""
+    text = _THOUGHTS.sub("", choice["message"]["content"])
+    words = map(normal, re.findall(r"[\w.+-]*\w", text))
     return next((answers[word] for word in words if word in answers), math.nan)

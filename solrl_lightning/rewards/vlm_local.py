@@ -21,7 +21,7 @@ from solrl_lightning.data.input_images import load_square
 from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.options.rules import Count
-from solrl_lightning.rewards.answers import Answers, spellings
+from solrl_lightning.rewards.answers import LEAST, Answers, spellings, unanswered
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.loading import floating_dtype, load_weights
 
@@ -65,8 +65,14 @@ class LocalVLMReward(Reward):
             raise UserError(f"{key}={pretrained} is invalid: {sentence(error)} {fix}") from error
         model, _ = load_weights(AutoModelForImageTextToText, key, pretrained, kind, self.dtype)
         self.model: Any = model.eval().requires_grad_(False).to(self.device)
+        self.pretrained, self.answers = pretrained, [*answers]
         self.tokens = first_tokens(self.processor.tokenizer, answers)
         self.values = torch.tensor([float(value) for value in answers.values()], device=self.device)
+
+    def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
+        if self.score(image[None], [prompt], [metadata]).isnan():
+            raise UserError(f"{unanswered(f'reward.{self.name}', self.pretrained, prompt, self.answers)}.")
+        super().try_out(image, prompt, metadata)
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         levels = (images.float() * 255).round().byte().cpu()
@@ -88,8 +94,9 @@ class LocalVLMReward(Reward):
         logits = self.model(**inputs.to(self.device, self.dtype), logits_to_keep=1).logits[:, -1].float()  # [B, V]
         likelihoods = logits.softmax(dim=-1)
         answers = torch.stack([likelihoods[:, numbers].sum(dim=1) for numbers in self.tokens], dim=1)
-        score: Tensor = (answers * self.values).sum(dim=1) / answers.sum(dim=1)
-        return score
+        total = answers.sum(dim=1)
+        score: Tensor = (answers * self.values).sum(dim=1) / total
+        return score.masked_fill(total <= LEAST, float("nan"))
 
 
 def first_tokens(tokenizer: Any, answers: Mapping[str, float]) -> list[list[int]]:

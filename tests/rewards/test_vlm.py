@@ -105,6 +105,12 @@ def test_answer_is_read_as_text_where_there_are_no_probabilities(server: type[Se
     texts = ["I say: No, it is not. Yes?", "**Yes**", "ＹＥＳ."]
     server.choices = [{"message": {"content": text}} for text in texts]
     assert reward(server, logprobs=False)(IMAGES, PROMPTS).tolist() == [0.0, 1.0, 1.0]
+    thoughts = ["<think>There is no doubt.</think>\nYes", "<Thinking>No.</thinking>yes", "[THINK]no[/THINK] yes"]
+    server.choices = [{"message": {"content": text}} for text in thoughts]
+    assert reward(server, logprobs=False)(IMAGES, PROMPTS).tolist() == [1.0, 1.0, 1.0]
+    server.choices[0]["message"]["content"] = "<think>There is no"  # cut off
+    with pytest.raises(NonFiniteError):
+        reward(server, logprobs=False)(IMAGES, PROMPTS)
     server.choices = [{"message": {"content": text}} for text in ("Mark: 4.0", "**５**", "1.")]
     marks = {str(mark): float(mark) for mark in range(1, 6)}
     assert reward(server, logprobs=False, answers=marks)(IMAGES, PROMPTS).tolist() == [4.0, 5.0, 1.0]

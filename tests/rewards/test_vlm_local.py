@@ -19,7 +19,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.rewards.answers import normal, spellings
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.vlm_local import LocalVLMReward
@@ -98,6 +98,18 @@ def test_input_image_of_the_prompt_comes_before_the_image(folder: str, tmp_path:
 def test_answers_with_the_same_first_token_raise(folder: str) -> None:
     with pytest.raises(UserError, match="'1' and '10' begin with the same token, '1'. Use answers that differ"):
         LocalVLMReward(folder, QUESTION, {"1": 0.0, "10": 1.0})
+
+
+def test_a_model_that_answers_otherwise_is_an_error_before_the_run(folder: str) -> None:
+    reward = LocalVLMReward(folder, QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32")
+    reward.try_out(IMAGES[0], PROMPTS[0], {})
+    unlikely = torch.zeros(reward.model.lm_head.out_features)
+    unlikely[[number for numbers in reward.tokens for number in numbers]] = -20.0
+    reward.model.lm_head.bias = torch.nn.Parameter(unlikely)
+    with pytest.raises(UserError, match=r"reward.vlm_local.answers is invalid: .* gives none of yes, No\. Set reward"):
+        reward.try_out(IMAGES[0], PROMPTS[0], {})
+    with pytest.raises(NonFiniteError):
+        reward(IMAGES, PROMPTS)
 
 
 @pytest.mark.parametrize("answer", ["yes", "No", "4", "straße", "ａ"])
