@@ -54,6 +54,7 @@ from solrl_lightning.cli.resume import (
 from solrl_lightning.errors import UserError
 
 interrupts.restore()
+os.environ["MPLBACKEND"] = "agg"  # pictures are files; a notebook's ! names a backend that this environment may lack
 
 if TYPE_CHECKING:  # a mistyped name is told before pydantic is loaded
     from solrl_lightning.options.run import Run

@@ -1022,6 +1022,12 @@ def test_help_reads_like_a_manual_and_loads_no_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_backend_of_a_notebook_that_is_not_installed_here_does_not_matter() -> None:
+    program = "import solrl_lightning.__main__, matplotlib; print(matplotlib.get_backend())"
+    environment = os.environ | {"MPLBACKEND": "module://notebook_backend_of_another_environment"}
+    assert subprocess.check_output([sys.executable, "-c", program], env=environment, text=True) == "agg\n"
+
+
 def test_wrong_value_is_an_error_before_libraries_are_loaded(tmp_path: Path) -> None:
     lines = [
         ("famly=sol_rl", "Did you mean family?"),
