@@ -44,6 +44,7 @@ from solrl_lightning.seeds import noise
 
 log = logging.getLogger(__name__)
 
+_BEYOND = 2.0  # an autoencoder overshoots its range of [-1, 1] by less
 EMBED_BATCH = 64  # prompts that the text encoders read at once
 
 
@@ -110,7 +111,7 @@ class PipelineAdapter(ABC):
         home = torch.device(transformer_device or self.device)
         self.encode_on, self._noted_long_prompt, self.guidance_scale = encode_on, False, guidance_scale
         self.cache: EmbeddingCache | None = None
-        self.base_digest = ""
+        self.base_digest, self._has_decoded = "", False
         self.random, self._scheduler = weights == "random", scheduler
         if self.random:
             architecture = find_architecture(self.pretrained, self.pipeline_class)
@@ -333,13 +334,30 @@ class PipelineAdapter(ABC):
         while done < len(x):
             part = x[done : done + self.decode_batch]
             try:
-                images.append(retry_with_empty_cache(partial(self.decode_latents, part, vae)).float())
+                decoded = retry_with_empty_cache(partial(self.decode_latents, part, vae))
             except torch.OutOfMemoryError:
                 if not self._save_memory(vae):
                     raise
             else:
+                self._check_decoded(decoded, len(part))
+                images.append(decoded.float())
                 done += len(part)
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1)
+
+    def _check_decoded(self, images: Any, count: int) -> None:
+        """Raise UserError unless ``images`` are what ``decode_latents`` must return; warn once of another range."""
+        size = (count, 3, self.resolution, self.resolution)
+        is_float = isinstance(images, Tensor) and images.is_floating_point()
+        if not is_float or images.ndim not in (4, 5) or (len(images), *images.shape[-3:]) != size:
+            what = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+            raise UserError(
+                f"model.policy._target_={type(self).__name__} is invalid: its decode_latents must return floats in "
+                f"[-1, 1], {list(size)} or videos [{count}, F, 3, ...]; it returned {what}. Correct decode_latents."
+            )
+        if not self._has_decoded and (images.abs() > _BEYOND).float().mean() > 0.01:
+            message = "the decoded images of %s span %.3g to %.3g and are clamped to [-1, 1]; see its decode_latents"
+            log.warning(message, type(self).__name__, images.min(), images.max())
+        self._has_decoded = True
 
     def _save_memory(self, vae: Any) -> bool:
         """Permanently halves the number of images decoded at once; False if nothing is left to reduce.

@@ -1,12 +1,17 @@
 """The embedded model is the one that the recipe builds, and it has learned something but not everything."""
 
+import re
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from nano import load_model, prompts_of
 from pretrain import build_pipeline
+from torch import Tensor
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.metrics.rank import rank_fidelity
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
@@ -67,6 +72,44 @@ def test_model_knows_shapes_and_sides_and_does_not_always_paint_them(tiny: Flux1
     parts = dict(zip(reward.part_names, means, strict=True))
     assert 0.4 < parts["right_side"] < 0.75 and 0.55 < parts["right_shape"] < 0.85
     assert 0.1 < parts["all_right"] < 0.35
+
+
+def decode_changed(tiny: Flux1, monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Any]) -> None:
+    decode_latents, x = tiny.decode_latents, tiny.noise(torch.arange(4))
+    monkeypatch.setattr(tiny, "_has_decoded", False)
+    monkeypatch.setattr(tiny, "decode_latents", lambda x, vae: change(decode_latents(x, vae)))
+    for _ in range(2):
+        tiny.decode(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "returned"),
+    [
+        (lambda images: (127.5 + 127.5 * images).to(torch.uint8), r"torch.uint8 \[4, 3, 32, 32\]"),
+        (lambda images: images.permute(0, 2, 3, 1), r"torch.float32 \[4, 32, 32, 3\]"),
+        (lambda images: images[:1], r"torch.float32 \[1, 3, 32, 32\]"),
+        (lambda images: (images,), "tuple"),
+    ],
+)
+def test_decoded_images_of_another_layout_are_an_error(
+    tiny: Flux1, monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Any], returned: str
+) -> None:
+    rule = r"decode_latents must return floats in \[-1, 1\], \[4, 3, 32, 32\] or videos .* it returned"
+    with pytest.raises(UserError, match=f"{rule} {returned}. Correct decode_latents."):
+        decode_changed(tiny, monkeypatch, change)
+
+
+@pytest.mark.parametrize(("scale", "offset", "lines"), [(1, 0, 0), (2, -1, 1), (127.5, 127.5, 1)])
+def test_decoded_images_of_another_range_are_named_once(
+    tiny: Flux1,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    scale: float,
+    offset: float,
+    lines: int,
+) -> None:
+    decode_changed(tiny, monkeypatch, lambda images: scale * images + offset)
+    assert len(re.findall(r"the decoded images of Flux1 span .* and are clamped to \[-1, 1\]", caplog.text)) == lines
 
 
 def test_preview_decoder_is_close_to_the_autoencoder_and_ranks_alike(tiny: Flux1) -> None:
