@@ -99,7 +99,7 @@ def test_decoded_images_of_another_layout_are_an_error(
         decode_changed(tiny, monkeypatch, change)
 
 
-@pytest.mark.parametrize(("scale", "offset", "lines"), [(1, 0, 0), (2, -1, 1), (127.5, 127.5, 1)])
+@pytest.mark.parametrize(("scale", "offset", "lines"), [(1, 0, 0), (4, -1, 1), (127.5, 127.5, 1)])
 def test_decoded_images_of_another_range_are_named_once(
     tiny: Flux1,
     monkeypatch: pytest.MonkeyPatch,
