@@ -137,15 +137,28 @@ def _still_valid(tree: ConfigTree, recorded: list[Override], new: list[Override]
     """Return the ``recorded`` overrides that no ``new`` one replaces, and whose keys exist beside the ``new`` ones.
 
     An override without a plus sign needs a key that one with a plus sign has added. Another option of a group may lack
-    keys of the former one.
+    keys of the former one, and then has no use for those that were added to them.
     """
     changed, added = {o.key_or_group for o in new}, {o.key_or_group for o in new if adds(o)}
     valid = [o for o in recorded if o.key_or_group not in (added if adds(o) else changed)]
     groups = [o.key_or_group for o in new if tree.options(o.key_or_group)]
     if not groups:
         return valid
-    keys = {key for nodes in tree.combinations([*valid, *new]) for key in nodes}
+    parts = [o for o in valid if adds(o) and is_subkey(o.key_or_group, *groups) and not _is_whole(o, valid)]
+    keys = {key for nodes in tree.combinations([*(o for o in valid if o not in parts), *new]) for key in nodes}
+    valid = [o for o in valid if o not in parts or _entry(o) in keys]
+    keys |= {o.key_or_group for o in valid if o in parts}
     return [o for o in valid if o.key_or_group in keys or not is_subkey(o.key_or_group, *groups)]
+
+
+def _entry(override: Override) -> str:
+    """Return the key below a group that ``override`` is at or below, as ``logger.csv``."""
+    return ".".join(override.key_or_group.split(".")[:2])
+
+
+def _is_whole(override: Override, overrides: Iterable[Override]) -> bool:
+    """Whether ``overrides`` add the entry of ``override`` or its class, so that it needs none of an option."""
+    return any(adds(o) and o.key_or_group in (_entry(override), f"{_entry(override)}._target_") for o in overrides)
 
 
 def resume_command(folder: Path) -> str:
