@@ -369,16 +369,6 @@ def test_prefix_family_resumes_kept_trajectories(tmp_path: Path) -> None:
     assert not torch.equal(check.rollouts.proxy_merits, check.rollouts.rewards)
 
 
-def test_noise_levels_give_the_run_of_their_steps(tmp_path: Path) -> None:
-    def state(family: str, *options: str) -> Tensor:
-        run = train(tmp_path, f"family={family}", "model.full_steps=5", *options)
-        explored = [candidates.merits.flatten() for candidates in run.recorder.candidates]
-        return torch.cat([weights(run.module), *explored, torch.tensor([run.loop.cost()["evaluations"]])])
-
-    levels = state("race", "family.explore.rungs=[{below:0.8,keep:4},{below:0.5,keep:3}]")
-    assert torch.equal(levels, state("race", "family.explore.rungs=[{step:2,keep:4},{step:4,keep:3}]"))
-
-
 def test_race_resumes_survivors_of_each_rung(tmp_path: Path) -> None:
     rungs, check = "family.explore.rungs=[{step:1,keep:4},{step:3,keep:3}]", Regenerated()
     run = train(tmp_path, "family=race", rungs, "model.full_steps=5", "model.solver=dpm2", callbacks=(check,))
@@ -663,61 +653,6 @@ def test_probe_uses_the_encodings_of_its_iteration(tmp_path: Path) -> None:
     windows = encoded_prompts(run)
     fit(run)
     assert len(windows) == 1
-
-
-def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begins_with_the_next(tmp_path: Path) -> None:
-    options = ("objective.kl_weight=0.1", "objective.reference_every=2", "model.micro_batch=2")
-    run = make(tmp_path, *options, max_epochs=2)
-    turns: list[tuple[int, int]] = []
-    models: Any = run.module.transformers.velocity_models
-    reference, count = models["reference"], run.loop.plan.micro_batches
-
-    def recorded() -> Any:
-        turns.append(divmod(run.recorder.events.count("training_step") - 1, count))
-        return reference()
-
-    models["reference"] = recorded
-    fit(run)
-    assert count >= 3 and turns == [(i, b) for i in range(2) for b in range(count) if (i + b) % 2 == 0]
-    assert run.loop.cost()["evaluations"] == 2 * run.loop.cost_of_iteration()["evaluations"]
-    assert run.module.objective.forward_passes == 2.5
-
-
-def test_old_velocity_is_that_of_the_old_adapter(tmp_path: Path) -> None:
-    module = make(tmp_path).module
-    for name, value in module.policy_state("old").items():
-        value.fill_(0.1 if "lora_B" in name else 0.2)  # the trained adapter's B is 0
-    module.requantize(version=0)
-    prompts = module.encode(module.evaluation.prompts)
-    x, one = module.model.noise(torch.tensor([5, 6])), torch.ones(2)
-    rest = (one, one, prompts.conditioning, prompts.prompts, torch.tensor([5, 6]), 0, 2)
-    batch = TrainingBatch(0 * x, x, None, None, one.long(), 0.5 * one, 0 * one, *rest)
-    seen: list[Tensor] = []
-
-    class Recording(NFT):
-        def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
-            seen.extend([velocity.detach(), others["old"], others["reference"]])
-            return super().__call__(velocity, batch, **others)
-
-    module.objective = Recording(**vars(module.objective))
-    module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    module.training_step(batch, 0)
-    velocity, old, reference = seen
-    with torch.no_grad(), module.transformers.trained.old() as transformer:
-        assert torch.equal(old, module.model.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning))
-    assert torch.equal(velocity, reference) and not torch.equal(old, velocity)
-
-
-def test_reference_is_model_without_adapters(tmp_path: Path) -> None:
-    module = make(tmp_path).module
-    rows = module.encode(module.evaluation.prompts[:1])
-    x, sigma = module.model.noise(torch.tensor([5])), torch.tensor(0.5)
-    before = module.model.velocity(module.transformer, x, sigma, rows.conditioning)
-    for name, value in module.policy_state("default").items():
-        value.fill_(0.1 if "lora_B" in name else 0.2)
-    with torch.no_grad(), module.transformers.velocity_models["reference"]() as reference:
-        assert torch.equal(module.model.velocity(reference, x, sigma, rows.conditioning), before)
-        assert not torch.equal(module.model.velocity(module.transformer, x, sigma, rows.conditioning), before)
 
 
 def test_preview_decoder_is_used_for_exploration_only(tmp_path: Path) -> None:

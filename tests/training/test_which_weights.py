@@ -19,7 +19,7 @@ from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.rollout.stage import Stage
-from solrl_lightning.seeds import evaluation_seeds, pool_seeds, train_timesteps
+from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.training.module import SolRLModule
 
 Tensors = dict[str, Tensor]
@@ -30,11 +30,9 @@ OPTIONS = (
 
 
 class Watch(Callback):
-    """Records the pool of every iteration and, of the second one, its training rows and weights."""
+    """Records the velocities and the weights of the second iteration."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        self.pools: list[tuple[list[str], Tensor]] = []  # the prompts and seeds of each iteration
-        self.batches: list[TrainingBatch] = []
         self.seen = seen = []  # trained, old and reference velocity of every micro-batch
 
         class Recording(NFT):
@@ -45,11 +43,7 @@ class Watch(Callback):
         pl_module.objective = Recording(**vars(pl_module.objective))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        loop: Any = trainer.fit_loop
-        if batch_idx == 0:
-            self.pools.append((loop.rollouts.prompts, loop.explored.seeds))
         if (trainer.current_epoch, batch_idx) == (1, 0):
-            self.rollouts = loop.rollouts
             self.old = copy.deepcopy(pl_module.policy_state("old"))
             self.replicas = copy.deepcopy(dict(pl_module.transformers.replicas))
             self.seen.clear()
@@ -57,8 +51,6 @@ class Watch(Callback):
                 transformers = (pl_module.transformer, pl_module.transformers.replicas["merged"], reference)
                 inputs = (batch.x_t, batch.sigma, batch.conditioning)
                 self.velocities = [pl_module.model.velocity(transformer, *inputs) for transformer in transformers]
-        if trainer.current_epoch == 1:
-            self.batches.append(batch)
 
 
 class Trained(NamedTuple):
@@ -182,23 +174,6 @@ def test_loss_reads_trained_old_and_base_velocities(trained: Trained) -> None:
     assert torch.equal(velocity, of_default) and torch.equal(reference, of_base)
     for other in (of_default, of_base):
         assert torch.dist(old, of_old) < 0.2 * torch.dist(other, of_old)  # of_old is rounded to BF16
-
-
-def test_each_iteration_explores_a_different_pool(trained: Trained) -> None:
-    pools = trained.watch.pools
-    assert len(pools) == 2
-    for iteration, (prompts, seeds) in enumerate(pools):
-        assert torch.equal(seeds, pool_seeds(trained.module.evaluation.seed, iteration, identities(prompts), 5))
-
-
-def test_kept_samples_train_at_their_timesteps_and_advantages(trained: Trained) -> None:
-    rollouts, batches = trained.watch.rollouts, trained.watch.batches
-    seeds = rollouts.seeds.flatten()
-    rows = [torch.cat([getattr(batch, name) for batch in batches]) for name in ("seeds", "sigma", "advantage")]
-    sigmas = trained.module.model.sigmas(4)[train_timesteps(seeds, 4, 0.5)]
-    expected = (seeds.repeat_interleave(2), sigmas.flatten(), rollouts.advantages.flatten().repeat_interleave(2))
-    assert all(map(torch.equal, rows, expected)) and len(rows[0]) == 2 * 3 * 2
-    torch.testing.assert_close(torch.cat([batch.weight for batch in batches]), torch.ones(12))
 
 
 class Watched(Reward):
