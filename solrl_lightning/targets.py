@@ -50,15 +50,16 @@ def locate(key: str, node: Any) -> Callable[..., Any]:
     if not isinstance(node, dict) or "_target_" not in node:
         raise UserError(f"{key}={node} is invalid: it must have a _target_, a class that Python finds.")
     name = node["_target_"]
+    cause: Exception | None = None
     try:
         target = resolve_name(str(name))
         reason = f"{target!r} cannot be called"
         _ = callable(target) and inspect.signature(target)  # classes of C may have none
     except Exception as error:  # of a module of the user's own, any
-        target, reason = None, sentence(error).rstrip(".")
+        target, reason, cause = None, sentence(error).rstrip("."), error
     if not callable(target):
         fix = "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
-        raise UserError(f"{key}: {name} could not be made: {reason}. {fix}")
+        raise UserError(f"{key}: {name} could not be made: {reason}. {fix}") from cause
     return target
 
 

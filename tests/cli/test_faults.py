@@ -285,12 +285,22 @@ def test_rank_that_loses_another_says_so_in_a_line(tmp_path: Path, capsys: pytes
     assert the_line(capsys.readouterr().err).startswith("error: another rank of this run has ended.")
 
 
-def test_error_names_the_limit_of_the_address_space_behind_other_errors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_the_limit_of_the_address_space_behind_other_errors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = UserError("the files could not be read")
     error.__cause__ = ImportError("lib/libtorch_cpu.so: failed to map segment from shared object")
     assert isinstance(report_error(error), UserError)
     line = the_line(capsys.readouterr().err)
     assert line.startswith("error: lib/libtorch_cpu.so cannot be loaded: ") and line.endswith("`ulimit -v unlimited`.")
+    error.__cause__ = SystemError("error return without exception set")  # of CPython, within an import
+    assert report_error(error) is error
+    assert the_line(capsys.readouterr().err) == "error: the files could not be read"
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**30, 2**30))
+    assert isinstance(report_error(error), UserError)
+    assert the_line(capsys.readouterr().err).startswith("error: a library cannot be loaded: ")
+    monkeypatch.undo()
+    error.__cause__ = ImportError("lib/libtorch_cpu.so: failed to map segment from shared object")
     mount = ImportError(f"{error.__cause__}: Operation not permitted")  # of a file system mounted with noexec
     with pytest.raises(ImportError, match="not permitted"):
         report_error(mount)
