@@ -82,14 +82,13 @@ class RaySampler:
         prompts: EncodedPrompts,
         seeds: Tensor,
         initial_state: SolverState | None = None,
-        transitions: range = range(0),
     ) -> Generator[Chunk, None, None]:
         """Yield the sampled and scored chunks of seeds [P, N], in their order.
 
         Raises:
             ExplorersLost: no explorer answers for `PATIENCE`, or none can be started again.
         """
-        assert self.version is not None and not transitions, "exploration records no steps"
+        assert self.version is not None and not stage.transitions, "exploration records no steps"
         if initial_state is None:
             self._first = stage
         tasks = self._ahead.pop(self.version, None) or self._submit(self.version, stage, prompts, seeds, initial_state)

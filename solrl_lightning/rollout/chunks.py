@@ -78,14 +78,12 @@ def iter_sampled_chunks(
     prompts: EncodedPrompts,
     seeds: Tensor,
     initial_state: SolverState | None = None,
-    transitions: range = range(0),
 ) -> Iterator[Chunk]:
     """Yield the chunks of seeds [P, N] after ``stage``, from its noise or from ``initial_state`` [P, N, ...].
 
-    The steps ``transitions`` are recorded, and a stochastic solver adds noise to them. Halves the batch size after an
-    out-of-memory error.
+    Halves the batch size after an out-of-memory error.
     """
-    count, sigmas, solver = seeds.numel(), model.sigmas(stage.steps), stage.solver
+    count, sigmas, solver, transitions = seeds.numel(), model.sigmas(stage.steps), stage.solver, stage.transitions
     assert solver is not None, "Family.stages sets it"
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()

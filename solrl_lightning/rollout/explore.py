@@ -17,8 +17,8 @@ from solrl_lightning.rollout.select import rerank, select_contrastive
 from solrl_lightning.rollout.stage import Stage, with_next
 from solrl_lightning.sampling import SolverState
 
-RunStage = Callable[[Stage, EncodedPrompts, Tensor, SolverState | None, range], Candidates]
-"""Stage, prompts, seeds [P, K], a state to begin from (None: the seeds' noise), transitions -> scored candidates."""
+RunStage = Callable[[Stage, EncodedPrompts, Tensor, SolverState | None], Candidates]
+"""Stage, prompts, seeds [P, K], a state to begin from (None: the seeds' noise) -> scored candidates."""
 
 
 class Explored(NamedTuple):
@@ -34,7 +34,7 @@ def run_family(
 ) -> Explored:
     """Return the results of ``stages`` on seeds [P, N]; a stage with ``keep`` selects the candidates of the next one.
 
-    ``transitions``: of the last stage.
+    ``transitions``: steps of the last stage to record, see `Stage`.
 
     Raises:
         NonFiniteError: too few candidates of a prompt have a finite reward.
@@ -43,8 +43,9 @@ def run_family(
     places = torch.arange(seeds.shape[1]).expand_as(seeds)  # indices into the pool
     for stage, following in with_next(stages):
         continued = following is not None and stage.continues_in(following)
-        how = stage.but(with_states=continued or following is None)
-        candidates = run(how, prompts, seeds, state, transitions if following is None else range(0))
+        recorded = transitions if following is None else range(0)
+        how = stage.but(with_states=continued or following is None, transitions=recorded)
+        candidates = run(how, prompts, seeds, state)
         if pool is None:
             pool = candidates._replace(state=None)  # so that the latents are freed before the next stage runs
         elif stage.keep is not None:

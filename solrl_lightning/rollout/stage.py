@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import InstanceOf
+
 from solrl_lightning.names import Decoder, Sampler, SolverName
 from solrl_lightning.options.rules import Count, Group, Level
 from solrl_lightning.options.rules import Steps as StepCount
@@ -19,9 +21,9 @@ _ROUNDING = 1e-6  # of noise levels in float32
 
 
 class Stage(Group):
-    """One pass over the candidates; an option of sampling is a field. The last four are no keys: families set them."""
+    """One pass over the candidates; an option of sampling is a field. The last five are no keys: the code sets them."""
 
-    no_keys: ClassVar[tuple[str, ...]] = ("name", "keep", "with_states", "shared_noise")
+    no_keys: ClassVar[tuple[str, ...]] = ("name", "keep", "with_states", "shared_noise", "transitions")
     sampler: Sampler
     """How the old policy samples: shadow (its quantised copy), merged (BF16 with its LoRA merged into the weights), or
     policy (BF16 with LoRA branches, as in training; slower)."""
@@ -43,6 +45,8 @@ class Stage(Group):
     """Whether the states are read, by a stage that resumes them or by training; if not, they are scored and freed."""
     shared_noise: bool = False
     """Start all candidates of a prompt from the noise of its first seed."""
+    transitions: InstanceOf[range] = range(0)
+    """Steps that are recorded, and to which a stochastic solver adds noise: see `Objective.transitions`."""
 
     def but(self, **changes: Any) -> "Stage":
         """Return a stage with other values, which are not checked."""

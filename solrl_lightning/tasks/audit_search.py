@@ -32,7 +32,7 @@ def score_steps(stage: Stage, prompts: EncodedPrompts, seeds: Tensor, run: RunSt
     """
     scores, state = {}, None
     for step in range(2, stage.steps):
-        candidates = run(stage.but(stop_after=step), prompts, seeds, state, range(0))
+        candidates = run(stage.but(stop_after=step), prompts, seeds, state)
         scores[step], state = candidates.scores.cpu(), candidates.state
     return scores
 
@@ -43,7 +43,7 @@ def simulate(stages: Sequence[Stage], scores: Mapping[int, Tensor], merits: Call
     ``merits``: of scores [P, K, R], as those of the rewards.
     """
 
-    def look_up(stage: Stage, _: Any, places: Tensor, *state: Any) -> Candidates:
+    def look_up(stage: Stage, _: Any, places: Tensor, state: Any) -> Candidates:
         scored = take(scores[stage.end], places)
         return Candidates(places, None, merits(scored), scored, merits(scored))
 

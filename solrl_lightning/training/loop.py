@@ -220,15 +220,15 @@ class ExploreTrainLoop(_FitLoop):
         The prompts are some of this iteration, with its encodings: one that is encoded alone may get other rounding.
         The time counts as stage "probe".
         """
-        iteration, stage = self.trainer.current_epoch, self.stages[-1].but(name="probe", with_states=with_states)
-        return self._run(stage, self._encode(iteration, prompts), seeds, None, self._transitions(iteration))
+        iteration = self.trainer.current_epoch
+        recorded = {"with_states": with_states, "transitions": self._transitions(iteration)}
+        stage = self.stages[-1].but(name="probe", **recorded)
+        return self._run(stage, self._encode(iteration, prompts), seeds, None)
 
-    def _run(
-        self, stage: Stage, prompts: EncodedPrompts, seeds: Tensor, state: SolverState | None, transitions: range
-    ) -> Candidates:
+    def _run(self, stage: Stage, prompts: EncodedPrompts, seeds: Tensor, state: SolverState | None) -> Candidates:
         """Run a stage on the clock of its name."""
         with self.stopwatch.stage(stage.name), self.trainer.profiler.profile(stage.name):  # type: ignore[attr-defined]
-            return self._module.run_stage(stage, prompts, seeds, state, transitions, self.stopwatch.progress)
+            return self._module.run_stage(stage, prompts, seeds, state, self.stopwatch.progress)
 
     def _transitions(self, iteration: int) -> range:
         return self.objective.transitions(self.stages[-1].steps, iteration)

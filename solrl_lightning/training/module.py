@@ -107,15 +107,11 @@ class SolRLModule(LightningModule):
         prompts: EncodedPrompts,
         seeds: Tensor,
         initial_state: SolverState | None = None,
-        transitions: range = range(0),
         progress: Progress = lambda done, total: None,
     ) -> Candidates:
-        """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored.
-
-        The steps ``transitions`` are recorded and, with a stochastic solver, take noise.
-        """
+        """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored."""
         sampler, score = self.transformers.sampler(stage), self.scorer(stage)
-        with closing(sampler.sample(stage, prompts, seeds, initial_state, transitions)) as chunks:
+        with closing(sampler.sample(stage, prompts, seeds, initial_state)) as chunks:
             scoring = self.rewards.for_training, score, progress, self.scoring_worker
             return score_chunks(chunks, prompts, seeds, *scoring, stage.with_states)
 

@@ -31,7 +31,6 @@ class Sampler(Protocol):
         prompts: EncodedPrompts,
         seeds: Tensor,
         initial_state: SolverState | None = None,
-        transitions: range = range(0),
     ) -> Generator[Chunk, None, None]:
         """Yield the chunks of seeds [P, N] after ``stage``, as `iter_sampled_chunks`.
 
@@ -81,10 +80,9 @@ class PolicySampler:
         prompts: EncodedPrompts,
         seeds: Tensor,
         initial_state: SolverState | None = None,
-        transitions: range = range(0),
     ) -> Generator[Chunk, None, None]:
         """Yield the sampled chunks of seeds [P, N]."""
-        how = stage, prompts, seeds, initial_state, transitions
+        how = stage, prompts, seeds, initial_state
         with self._old(self._state) as transformer:
             yield from iter_sampled_chunks(self.model, transformer, self.batch_size, *how)
 
@@ -120,10 +118,9 @@ class ReplicaSampler:
         prompts: EncodedPrompts,
         seeds: Tensor,
         initial_state: SolverState | None = None,
-        transitions: range = range(0),
     ) -> Generator[Chunk, None, None]:
         """Yield the sampled chunks of seeds [P, N]."""
-        how = stage, prompts, seeds, initial_state, transitions
+        how = stage, prompts, seeds, initial_state
         yield from iter_sampled_chunks(self.model, self.transformer, self.batch_size, *how)
 
     def sync(self, state: State, version: int | None) -> None:

@@ -32,10 +32,10 @@ def test_every_rung_selects_from_the_survivors_of_the_one_before() -> None:
     stages = [*rungs, Stage(**TRAJECTORY)]
     ran: list[Tensor] = []
 
-    def run(stage: Stage, _: Any, seeds: Tensor, state: SolverState | None, transitions: range) -> Candidates:
-        number = stages.index(stage)
+    def run(stage: Stage, _: Any, seeds: Tensor, state: SolverState | None) -> Candidates:
+        number = len(ran)
         assert (state is None) == (number == 0) and stage.with_states
-        assert transitions == (range(1, 2) if number == len(KEEPS) else range(0))
+        assert stage.transitions == (range(1, 2) if number == len(KEEPS) else range(0))
         assert state is None or torch.equal(state.x[..., 0], seeds)  # the survivors' own trajectories
         ran.append(seeds)
         rewards = scores(seeds, number)
@@ -61,7 +61,7 @@ def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() 
     alive: list[weakref.ref[Tensor]] = []
     states = []
 
-    def run(stage: Stage, _: Any, seeds: Tensor, initial_state: SolverState | None, *__: Any) -> Candidates:
+    def run(stage: Stage, _: Any, seeds: Tensor, initial_state: SolverState | None) -> Candidates:
         states.append((initial_state is not None, [latents() is not None for latents in alive]))
         state = start(torch.randn(*seeds.shape, 4))
         state = state._replace(step=1, x0=torch.randn_like(state.x))
@@ -79,7 +79,7 @@ def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() 
 def test_states_are_kept_where_a_stage_continues_them_and_at_the_end() -> None:
     read = []
 
-    def run(stage: Stage, _: Any, seeds: Tensor, state: SolverState | None, transitions: range) -> Candidates:
+    def run(stage: Stage, _: Any, seeds: Tensor, state: SolverState | None) -> Candidates:
         read.append((state is not None, stage.with_states))
         state = start(torch.randn(*seeds.shape, 4)) if stage.with_states else None
         return Candidates(seeds, state, seeds.float(), seeds.float()[..., None], seeds.float())
