@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.policies.base_weights import dense
-from solrl_lightning.policies.lora_files import read_lora_file
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +155,8 @@ def read_lora(
     Raises:
         UserError: the file is no LoRA of this transformer, or adapts other layers or a higher rank than the run.
     """
+    from solrl_lightning.policies.lora_files import read_lora_file
+
     named = f"model.init_lora={path} is invalid"
     update = read_lora_file(path, transformer, pipeline_class, named)
     in_file = {name.partition(".lora_")[0] for name in update}

@@ -26,18 +26,14 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.machine.memory import retry_with_empty_cache, visiting
 from solrl_lightning.names import LORA_FILES
 from solrl_lightning.policies import bf16
-from solrl_lightning.policies.architectures import find_architecture
 from solrl_lightning.policies.base_weights import store_weights
 from solrl_lightning.policies.bf16_attention import use_fast_attention
 from solrl_lightning.policies.checkpointing import checkpoint_blocks
 from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
 from solrl_lightning.policies.config_files import TINY
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
-from solrl_lightning.policies.fused_lora import fuse_lora
 from solrl_lightning.policies.guidance import guide
 from solrl_lightning.policies.loading import errors_only, load_pipeline
-from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
-from solrl_lightning.policies.random_weights import random_pipeline, random_row
 from solrl_lightning.policies.sampled_digest import sampled_digest
 from solrl_lightning.policies.schedulers import Settings, check_scheduler, read_scheduler, resolution_shift
 from solrl_lightning.seeds import noise
@@ -114,10 +110,7 @@ class PipelineAdapter(ABC):
         self.base_digest, self._has_decoded = "", False
         self.random, self._scheduler = weights == "random", scheduler
         if self.random:
-            architecture = find_architecture(self.pretrained, self.pipeline_class)
-            part = architecture.components["scheduler"]
-            check_scheduler(pretrained, part.cls, part.config, self.schedulers, scheduler)
-            self.pipeline = random_pipeline(architecture, home, self.dtypes)
+            self.pipeline = self._random_pipeline(home)
         elif weights != "pretrained":
             raise UserError(f"model.weights must be pretrained or random; got {weights}")
         elif embeddings is None:
@@ -133,6 +126,8 @@ class PipelineAdapter(ABC):
             for name in ("transformer", "vae"):
                 self._note_weights(self.pipeline.components[name].state_dict())
         if fused_lora is not None and not self.random:
+            from solrl_lightning.policies.fused_lora import fuse_lora
+
             self._note_weights(fuse_lora(self.pipeline, fused_lora))
         self.transformer = self.pipeline.transformer.requires_grad_(False)
         checkpoint_blocks(self.transformer, gradient_checkpointing)
@@ -272,6 +267,8 @@ class PipelineAdapter(ABC):
     @torch.no_grad()
     def _encode_rows(self, prompts: list[Prompt]) -> list[Row]:
         if self.random:
+            from solrl_lightning.policies.random_weights import random_row
+
             return [random_row(prompt.identity, self.embedding_like(), self.device) for prompt in prompts]
         if not prompts:
             return []
@@ -427,7 +424,18 @@ class PipelineAdapter(ABC):
 
         return load_pipeline(self.pipeline_class, self.pretrained, self.dtypes, self.variant, components, check)
 
+    def _random_pipeline(self, device: torch.device) -> DiffusionPipeline:
+        from solrl_lightning.policies.architectures import find_architecture
+        from solrl_lightning.policies.random_weights import random_pipeline
+
+        architecture = find_architecture(self.pretrained, self.pipeline_class)
+        part = architecture.components["scheduler"]
+        check_scheduler(self.pretrained, part.cls, part.config, self.schedulers, self._scheduler)
+        return random_pipeline(architecture, device, self.dtypes)
+
     def _preview_decoder(self, pretrained: str) -> AutoencoderTiny:
+        from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
+
         latents = (self.pipeline.vae.config.latent_channels, self.pipeline.vae_scale_factor)
         dtype = self.pipeline.vae.dtype
         if self.random:
