@@ -28,8 +28,8 @@ def measure(chunk: int, rounds: int, overrides: list[str]) -> None:
     from solrl_lightning.cli.config import ConfigTree, application_config
     from solrl_lightning.data.prompt import identities
     from solrl_lightning.explorers.cluster import explorers_of
-    from solrl_lightning.facts import prompt_sets
     from solrl_lightning.options.run import Run
+    from solrl_lightning.run_prompts import prompt_sets
     from solrl_lightning.seeds import pool_seeds
 
     with ConfigTree() as tree:

@@ -21,10 +21,10 @@ from solrl_lightning.build import build_model, build_objective, build_rewards
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.data.prompt import identities
 from solrl_lightning.data.prompts import PromptSchedule
-from solrl_lightning.facts import prompt_sets
 from solrl_lightning.options.run import Run
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Rollouts
+from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.training.module import SolRLModule

@@ -26,9 +26,9 @@ from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompt import identities
-from solrl_lightning.facts import prompt_sets
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import pipeline
+from solrl_lightning.run_prompts import prompt_sets
 
 SPREAD = dict(zip(PROMPTS, (1.0, 10.0, 3.0), strict=True))  # of the rewards of a prompt's images
 OPTIONS = (

@@ -33,10 +33,10 @@ from solrl_lightning.build import (
 )
 from solrl_lightning.cli.checks import check_machine, devices_of
 from solrl_lightning.errors import UserError
-from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine import allocator, attention
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.options.run import Run
+from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.tasks.train import train
 
 Compose = Callable[..., Run]

@@ -15,15 +15,15 @@ from solrl_lightning.cli.config import without_hydra
 from solrl_lightning.cli.hub import check_push
 from solrl_lightning.data.sources import check_source, dataset_of
 from solrl_lightning.errors import UserError
-from solrl_lightning.facts import check_shares, prompt_sets, requested_prompts, sources
 from solrl_lightning.machine.packages import is_installed
 from solrl_lightning.names import LORA_FILES
 from solrl_lightning.options.reward import GENEVAL, HTTP, REWARD_FILES, VLM
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Compare, Export, Generate, Prove, Serve
-from solrl_lightning.options.trainer import Trainer, named_devices
+from solrl_lightning.options.trainer import Trainer, check_shares, named_devices
 from solrl_lightning.rewards.addresses import check_served, read_token
 from solrl_lightning.rewards.geneval_metadata import check_metadata
+from solrl_lightning.run_prompts import prompt_sets, requested_prompts, sources
 
 _TRAIN = "solrl_lightning.tasks.train.train"
 _NEEDED_CALLBACKS = ("requantize", "checkpoint", "export", "summary")

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from typing_extensions import Required, TypedDict
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.options.rules import NODE, Count, is_whole, must_be, one_of
 
 SHARDED = "solrl_lightning.training.sharding.ShardedBase"
@@ -74,3 +75,13 @@ def is_sharded(trainer: Trainer) -> bool:
     """Whether the ranks share the weights, as with trainer=fsdp."""
     strategy: Any = trainer.get("strategy")
     return isinstance(strategy, dict) and strategy.get("_target_") == SHARDED
+
+
+def check_shares(per_iteration: int, evaluated: int, ranks: int) -> None:
+    """Raise UserError unless all ranks of trainer=fsdp explore, train on and evaluate equally many prompts."""
+    for key, count in {"prompts_per_iteration": per_iteration, "data.eval_prompts": evaluated}.items():
+        if count % ranks:
+            raise UserError(
+                f"{key}={count} is invalid with trainer=fsdp: all ranks must have equally many prompts. Set it to a "
+                f"multiple of {ranks}."
+            )

@@ -12,13 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import build_module, with_option
-from solrl_lightning.facts import prompt_sets
 from solrl_lightning.names import SHADOW, Decoder
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.scaled_linear import operand_dtype
+from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.sizing.timing import Lap, alternate, peak_since_release, release, run_iterations
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 

@@ -14,11 +14,11 @@ from solrl_lightning.build import build_loop, build_module, build_objective
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.data.loaders import RankPrompts
-from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
 from solrl_lightning.options.trainer import named_devices
+from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.sizing.checkpointing import settle_checkpointing
 
 _ROUNDS, _SECONDS = 20, 0.5  # of ``least_seconds``: maximum number of timed calls, and when no call starts any more

@@ -29,7 +29,6 @@ from solrl_lightning.artifacts.formatting import command_line
 from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_module, device_of, load_weights, with_option
 from solrl_lightning.data.prompt import identities
-from solrl_lightning.facts import prompt_sets
 from solrl_lightning.metrics.rank import RankFidelity
 from solrl_lightning.metrics.selection_gain import (
     equal_random,
@@ -47,6 +46,7 @@ from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, velocities_per_prompt
+from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
 from solrl_lightning.tasks.audit_text import format_audit, format_search, format_verdict

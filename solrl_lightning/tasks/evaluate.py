@@ -29,10 +29,10 @@ from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, instantiate_trainer, load_weights
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompt import Prompt, identities
-from solrl_lightning.facts import prompt_sets
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Evaluate
+from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.study.confidence import Mean, mean_of
 from solrl_lightning.training.evaluation import Evaluation

@@ -20,11 +20,11 @@ from solrl_lightning.artifacts.pictures import Row, draw_grid, to_animation, to_
 from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_model, device_of, load_weights, with_option
 from solrl_lightning.data.prompt import Prompt, identities
-from solrl_lightning.facts import requested_prompts
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.names import MERGED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Generate
+from solrl_lightning.run_prompts import requested_prompts
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.training.module import SolRLModule
 

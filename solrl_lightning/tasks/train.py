@@ -34,11 +34,11 @@ from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
-from solrl_lightning.facts import prompt_sets
 from solrl_lightning.names import AUTO, TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.quantization.backends import Hardware, hardware_of
+from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from solrl_lightning.artifacts.files import read_checkpoint
 from solrl_lightning.errors import UserError
-from solrl_lightning.facts import check_shares
 from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE
+from solrl_lightning.options.trainer import check_shares
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.training.samplers import PolicySampler

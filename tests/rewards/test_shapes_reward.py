@@ -12,9 +12,9 @@ from torch import Tensor
 
 from solrl_lightning.build import build_model, load_weights
 from solrl_lightning.errors import UserError
-from solrl_lightning.facts import prompt_sets
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.shapes import ShapesReward, ShapesStrict
+from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.shapes.world import (
     BACKGROUND,
     COLOURS,

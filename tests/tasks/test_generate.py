@@ -13,8 +13,8 @@ from PIL import Image
 
 from solrl_lightning.artifacts.pictures import Row, draw_grid
 from solrl_lightning.build import build_model
-from solrl_lightning.facts import requested_prompts
 from solrl_lightning.options.run import Run
+from solrl_lightning.run_prompts import requested_prompts
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.generate import generate, requested_seeds, without_training
 

@@ -26,7 +26,6 @@ from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, UserError
-from solrl_lightning.facts import prompt_sets
 from solrl_lightning.objectives.advantages import group_advantages
 from solrl_lightning.objectives.awm import AWMLoss
 from solrl_lightning.objectives.base import Loss, Objective
@@ -41,6 +40,7 @@ from solrl_lightning.rewards.weighted import WeightedRewards, gdpo
 from solrl_lightning.rollout.records import Candidates, Rollouts, TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.study.elsewhere import TABLES
 from solrl_lightning.tasks.train import planned_seconds
 from solrl_lightning.training.loop import ExploreTrainLoop

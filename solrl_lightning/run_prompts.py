@@ -1,4 +1,4 @@
-"""What the options of a run name: its prompts. Imports no torch before it is needed."""
+"""The prompts that the options of a run name. Imports no torch before it is needed."""
 
 from typing import TYPE_CHECKING
 
@@ -43,14 +43,5 @@ def prompt_sets(cfg: Run) -> "PromptSets":
     """Return the prompts that the task reads (``task.reads``); the other sets are empty."""
     from solrl_lightning.data.prompts import read_prompt_sets  # imports torch
 
-    return read_prompt_sets(sources(cfg).get("train"), sources(cfg).get("eval"), cfg.data.column, cfg.model.input_image)
-
-
-def check_shares(per_iteration: int, evaluated: int, ranks: int) -> None:
-    """UserError unless all ranks of trainer=fsdp explore, train on and evaluate equally many prompts."""
-    for key, count in {"prompts_per_iteration": per_iteration, "data.eval_prompts": evaluated}.items():
-        if count % ranks:
-            raise UserError(
-                f"{key}={count} is invalid with trainer=fsdp: all ranks must have equally many prompts. Set it to a "
-                f"multiple of {ranks}."
-            )
+    named = sources(cfg)
+    return read_prompt_sets(named.get("train"), named.get("eval"), cfg.data.column, cfg.model.input_image)
