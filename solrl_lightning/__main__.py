@@ -168,12 +168,17 @@ def _task(target: str) -> "Callable[[Run], Any]":
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        dashed = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
+        for flag in dashed:
+            key, _, value = flag.removeprefix("--").partition("=")
+            fix = f"Write {key.replace('-', '_')}={value or '<value>'}."
+            raise UserError(f"{flag} is no flag (--hydra-help lists them), and an option has no dashes. {fix}")
         raise UserError(f"{message}. --hydra-help lists the flags.")
 
 
 def _flags(arguments: list[str]) -> Namespace:
     """Return Hydra's flags (https://hydra.cc/docs/1.3/advanced/hydra-command-line-flags), anywhere among overrides."""
-    parser = _Parser(add_help=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     for names in "--help,-h --hydra-help --version --resolve --run,-r --multirun,-m --shell-completion,-sc".split():
         parser.add_argument(*names.split(","), action="store_true")

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -40,6 +40,7 @@ _ONE_EACH = (
 )  # a run has one option of each
 _SEPARATORS = (",", "=")
 _UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads without quotes, in ASCII
+_REPEATS = re.compile(r"\$\{([\w.]+)\}")  # the value of a key that is that of another one
 _QUOTED_HOME = re.compile(r"""(?<=[=,\[{:(\s])(["'])~/""")
 
 
@@ -419,9 +420,14 @@ def _nodes(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from _nodes(value, f"{prefix}{key}.")
 
 
-def _suggestions(key: str, known: Iterable[str]) -> str:
+def _suggestions(key: str, known: Mapping[str, Any]) -> str:
+    """Propose keys of ``known``, a mapping to their values; for a key of a callback that repeats another key, that."""
     named = [name for name in known if not any(part.startswith("_") or part.isdigit() for part in name.split("."))]
-    return did_you_mean(nearest(key, named))
+    near = []
+    for name in nearest(key, named):
+        repeated = _REPEATS.fullmatch(str(known[name])) if name.startswith("callbacks.") else None
+        near.append(repeated[1] if repeated else name)
+    return did_you_mean([*dict.fromkeys(near)])
 
 
 def _elsewhere(tree: ConfigTree, key: str, known: Iterable[str], choices: Sequence[str]) -> str | None:
@@ -453,8 +459,8 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
     for parent in itertools.accumulate(parts[:-1], lambda left, right: f"{left}.{right}"):
         if known.get(parent, "") is None:
             return f"There is no key {key} here: {parent} is null in the chosen {parts[0]}, so it has no keys."
-    ours = [name for name in known if (parts[0] == "hydra") == (name.partition(".")[0] == "hydra")]
-    near = _suggestions(key, [*ours, *groups] if parts[0] != "hydra" else ours)
+    ours = {name: known[name] for name in known if (parts[0] == "hydra") == (name.partition(".")[0] == "hydra")}
+    near = _suggestions(key, ours | dict.fromkeys(groups) if parts[0] != "hydra" else ours)
     if parts[0] in ("callbacks", "logger", "reward") and len(parts) > 2 and ".".join(parts[:2]) not in known:
         members = [name.partition(".")[2] for name in ours if name.rpartition(".")[0] == parts[0]]
         similar = [".".join([parts[0], name, *parts[2:]]) for name in nearest(parts[1], members)]

@@ -5,6 +5,7 @@ Read from the environment, in the order of Lightning: torchrun, srun, others, it
 
 import os
 import re
+import socket
 import sys
 from datetime import datetime
 from functools import cache
@@ -90,10 +91,23 @@ def check_world(num_nodes: int, devices: int, rank: int, one_process: bool) -> N
     elif one_process:
         fix = " Start one."
     if fits and not (rank == 0 and any(map(_number, variables[1:]))):
+        if started < size and "MASTER_PORT" in os.environ:  # Lightning starts the other ranks
+            _check_free(_number("MASTER_PORT"))
         return
     takes = "this task takes one process" if one_process else f"the trainer takes {size}, this one for rank {rank}"
     environment = " ".join(f"{name}={os.environ[name]}" for name in variables if name in os.environ)
     raise UserError(f"{environment} is invalid here: {who}, and {takes}.{'' if fits else fix}{launcher.advice}")
+
+
+def _check_free(port: int) -> None:
+    """Raise ``UserError`` if a program of this machine has the port: the other ranks would wait for this one there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except (OSError, OverflowError) as error:
+            rule = f"the first rank listens there, which fails ({error})"
+            raise UserError(f"MASTER_PORT={port} is invalid: {rule}. Unset it, or set a free port.") from error
 
 
 def ranks_here() -> int:

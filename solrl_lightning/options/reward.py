@@ -67,12 +67,10 @@ class Reward(Group):
                 continue
             member = node[name] if isinstance(node[name], dict) else {}
             if "weight" not in member or not isinstance(member.get("_target_"), str):
-                raise Broken(
-                    "it must have a _target_ and a weight.",
-                    name,
-                    "Begin the reward's file with `# @package reward`, and put them below its one key, the reward's "
-                    "name.",
-                )
+                file = "Begin the reward's file with `# @package reward`, and put them below its one key, its name."
+                is_weight = isinstance(node[name], int | float)
+                fix = f"Set reward.{name}.weight={node[name]}." if is_weight else file
+                raise Broken("it must have a _target_ and a weight.", name, fix)
         return node
 
     def check(self) -> None:

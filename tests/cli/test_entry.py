@@ -8,6 +8,7 @@ import pickle
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import warnings
@@ -917,6 +918,18 @@ def test_ranks_of_the_trainer_are_the_processes_that_were_started(
         check_world(*ranks, one_process=False)
 
 
+def test_port_of_the_first_rank_that_another_program_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        monkeypatch.setenv("MASTER_PORT", port)
+        check_world(1, 1, 0, one_process=False)
+        with pytest.raises(UserError, match=f"MASTER_PORT={port} is invalid: .* Unset it, or set a free port."):
+            check_world(1, 2, 0, one_process=False)
+    check_world(1, 2, 0, one_process=False)
+
+
 @pytest.mark.parametrize(
     ("environment", "rank", "message"),
     [
@@ -985,6 +998,9 @@ def test_command_without_an_output_runs(forks: Forks, tmp_path: Path) -> None:
             "max_batch_size=x: Value 'x' of type 'str' could not be converted to Integer",
         ),
         ("--shell-completion", "ValueError: Expecting one subcommand from ['install', "),
+        ("--seed=3", "--seed=3 is no flag (--hydra-help lists them), and an option has no dashes. Write seed=3."),
+        ("--experiment=smoke seed=3", "an option has no dashes. Write experiment=smoke."),  # no --experimental-rerun
+        ("seed=3 --prompts-per-iteration 4", "Write prompts_per_iteration=<value>."),
     ],
 )
 def test_flag_of_hydra_that_lacks_something_is_an_error(command: Command, flags: str, message: str) -> None:

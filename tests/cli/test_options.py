@@ -94,7 +94,8 @@ model.data=null                  | model.data=null is invalid: it must be a grou
 +precision.x=5                   | nothing reads that key. The keys here are name, backend.
 +model.ful_steps=8               | model.ful_steps=8 is invalid: nothing reads that key. Did you mean full_steps?
 reward.combine=mean              | it must be one of sum, gdpo
-++reward.shapes=3                | it must have a _target_ and a weight. Begin the reward's file
+reward.shapes=0.5                | it must have a _target_ and a weight. Set reward.shapes.weight=0.5.
+++reward.shapes=x                | it must have a _target_ and a weight. Begin the reward's file
 reward.shapes.weight=null        | 0 for a reward that is only evaluated. Set reward.shapes.weight=1.
 reward=http reward.http.url=ftp://scorer | reward.http.url=ftp://scorer is invalid: it must begin with http:// or
 reward=vlm reward.vlm.answers={yes:1,no:1} | it must be two or more answers with numbers that differ
