@@ -111,7 +111,7 @@ def fall_of(values: Tensor, limit: float | None) -> tuple[int, str] | None:
 
 
 def reward_fell(history: History, column: int, name: str, limit: float | None) -> Alarm | None:
-    """Alarm when the trained reward is below its best; the training reward tells a collapse from overfitting."""
+    """Return an alarm when the trained reward is below its best; that of training tells a collapse from overfitting."""
     fall = fall_of(history.values(column), limit)
     if fall is None:
         return None
@@ -133,7 +133,7 @@ def training_rise(history: History, since: int) -> float | None:
 
 
 def watched_fell(history: History, column: int, name: str, weight: float, limit: float | None) -> Alarm | None:
-    """Alarm when a watched reward, or one of several, is below its best: the policy may exploit the others."""
+    """Return an alarm when a watched reward, or one of several, is below its best: others may be exploited."""
     fall = fall_of(history.values(column), limit)
     if fall is None:
         return None
@@ -154,7 +154,7 @@ def last_below_half(distances: Sequence[float], limit: float | None) -> int | No
 
 
 def diversity_fell(history: History, column: int, limit: float | None) -> Alarm | None:
-    """Alarm when the pictures of a prompt have lost a share of the diversity of the first evaluation."""
+    """Return an alarm when the pictures of a prompt have lost a share of the diversity of the first evaluation."""
     means = history.values(column).mean(1)
     lost = (1 - means / means[0]).tolist()
     since = last_below_half(lost, limit)
@@ -169,7 +169,7 @@ def diversity_fell(history: History, column: int, limit: float | None) -> Alarm 
 
 
 def kl_ran_away(history: History, limit: float | None) -> Alarm | None:
-    """Alarm when the distance of the policy from the base is at its limit."""
+    """Return an alarm when the distance of the policy from the base is at its limit."""
     iterations, values = history.series("train/kl")
     last = last_below_half(values, limit)
     if last is None:
@@ -180,7 +180,8 @@ def kl_ran_away(history: History, limit: float | None) -> Alarm | None:
 
 
 def no_drift(history: History, limit: int | None) -> Alarm | None:
-    """Alarm when the distance to the old policy has been exactly 0 for ``limit`` iterations: what reads it never acts.
+    """Return an alarm when the distance to the old policy has been exactly 0 for ``limit`` iterations: what reads it
+    never acts.
 
     With any lag it is not: already the rounding of nearly equal velocities is larger. In the first iteration it is 0.
     """

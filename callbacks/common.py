@@ -35,7 +35,7 @@ def find_callback(trainer: Trainer, kind: type[C]) -> C | None:
 
 
 def stop_reason(trainer: Trainer) -> str | None:
-    """Why ``Guard`` or Lightning's EarlyStopping has ended the run; None if neither has."""
+    """Return why ``Guard`` or Lightning's EarlyStopping has ended the run; None if neither has."""
     if not trainer.should_stop:
         return None
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ class Moments(NamedTuple):
 
 
 def moments(trainer: Trainer, values: Tensor) -> Moments:
-    """Moments of the values of all ranks. Collective: a rank without values must call it with an empty tensor."""
+    """Return the moments of the values of all ranks. Collective: ranks without values pass an empty tensor."""
     values = values.detach().flatten().double()
     sums = torch.stack([torch.ones_like(values).sum(), values.sum(), values.square().sum()])
     count, total, squares = reduced(trainer, sums, "sum").tolist()
@@ -72,5 +72,5 @@ def moments(trainer: Trainer, values: Tensor) -> Moments:
 
 
 def reduced(trainer: Trainer, values: Tensor, operation: str) -> Tensor:
-    """``values`` reduced over ranks by "sum", "min" or "max". Collective."""
+    """Return ``values`` reduced over ranks by "sum", "min" or "max". Collective."""
     return trainer.strategy.reduce(values.to(trainer.strategy.root_device), reduce_op=operation)

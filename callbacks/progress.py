@@ -162,7 +162,7 @@ class StageProgressBar(ProgressBar):
         self._bar.set_postfix_str(", ".join(filter(None, [stage, *self._results(done), *self._eta(done)])))
 
     def _results(self, done: int) -> list[str]:
-        """Reward and rank correlation of the last finished iteration, number ``done``."""
+        """Return the reward and rank correlation of the last finished iteration, number ``done``."""
         stats, ranks = find_callback(self.trainer, RolloutStats), find_callback(self.trainer, RankCorrelation)
         facts = []
         if stats is not None and stats.last:

@@ -211,7 +211,7 @@ def base_and_final(
 
 
 def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
-    """First, last and mean of the probes, and the latest correlation on the kept set; None without a proxy."""
+    """Return first, last and mean of the probes, and the latest correlation on the kept set; None without a proxy."""
     if ranks is None or not (ranks.history or ranks.last_kept):
         return None
     fidelity: dict[str, Any] = {"probes": len(ranks.history), **ranks.last_kept}

@@ -46,11 +46,11 @@ class StageTimings(Callback):
         self._last = self._stopwatch.seconds
 
     def totals(self) -> dict[str, float]:
-        """Seconds per stage of the run, with those before a resume and of the current iteration."""
+        """Return the seconds per stage of the run, with those before a resume and of the current iteration."""
         return dict(self._resumed + Counter(self._stopwatch.seconds))
 
     def seconds_per_stage(self) -> dict[str, dict[str, float | None]]:
-        """stage -> total seconds of the run and median seconds of an iteration; None if not recorded."""
+        """Return, by stage, total seconds of the run and median seconds of an iteration; None if not recorded."""
         totals, logged = self.totals(), self.history[0] if self.history else {}
         medians = {name: median(row[name] for row in self.history) for name in logged}
         return {name: {"total": totals.get(name), "median": medians.get(name)} for name in totals | medians}

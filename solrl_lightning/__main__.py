@@ -346,7 +346,7 @@ def _each(jobs: "dict[str, Run]", check: "Callable[[Run], None]") -> None:
 
 @contextmanager
 def _named(overrides: str) -> Iterator[None]:
-    """Where a job of a sweep is checked: an error begins with its overrides."""
+    """Begin an error with the overrides of the job of a sweep that is checked."""
     try:
         yield
     except UserError as error:

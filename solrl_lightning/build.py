@@ -68,7 +68,7 @@ NO_REWARDS = WeightedRewards({}, {})
 
 
 def device_of(node: TrainerNode) -> torch.device:
-    """Where a task without training runs: the first device that the trainer would use."""
+    """Return where a task without training runs: the first device that the trainer would use."""
     devices = named_devices(node)[:1] or 1
     options = dict(logger=False, devices=devices, num_nodes=1, strategy="auto", enable_checkpointing=False)
     return instantiate_trainer(node, **options).strategy.root_device
@@ -204,7 +204,7 @@ def build_objective(node: Mapping[str, Any]) -> Objective:
 
 
 def build_rewards(reward: Reward, frames: str | int | None, device: torch.device) -> WeightedRewards:
-    """Every reward of the options, loaded once per process."""
+    """Load every reward of the options, once per process."""
     hide_loading_bars()
     members = reward.members
     if reward.pretrained is not None:
@@ -221,7 +221,7 @@ def build_rewards(reward: Reward, frames: str | int | None, device: torch.device
 
 
 def hide_loading_bars() -> None:
-    """No bars for reading files of this machine; those of downloads stay as they are."""
+    """Hide the bars for reading files of this machine; those of downloads stay as they are."""
     downloads = not hub_utils.are_progress_bars_disabled()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()  # of the hub's downloads, too
@@ -251,7 +251,8 @@ def build_module(
     objective: Objective | None = None,
     settle: Callable[[Run, torch.device], Run] | None = None,
 ) -> SolRLModule:
-    """With rewards and held-out prompts, which are checked against each other before the model is loaded.
+    """Build the module with rewards and held-out prompts, which are checked against each other before the model is
+    loaded.
 
     ``settle``: replaces the options that depend on the memory beside the rewards.
     """
@@ -350,7 +351,7 @@ def quantization_rule(quantization: Quantization) -> QuantizationRule:
 def build_loop(
     cfg: Run, prompts: Sequence[Prompt], trainer: Trainer, objective: Objective, sigmas: Sigmas
 ) -> ExploreTrainLoop:
-    """``sigmas``: the model's noise levels."""
+    """Build the loop; ``sigmas``: the model's noise levels."""
     return ExploreTrainLoop(
         trainer,
         schedule=PromptSchedule(prompts, cfg.prompts_per_iteration, cfg.seed),

@@ -69,7 +69,7 @@ def sentence(error: BaseException) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Up to three of ``known``, nearest first; of a dotted key, the whole or the last part alone may be near."""
+    """Return up to three of ``known``, nearest first; of a dotted key, the whole or the last part alone may be near."""
 
     def likeness(candidate: str) -> float:
         whole = difflib.SequenceMatcher(None, word, candidate).ratio()

@@ -40,7 +40,7 @@ BACKENDS = {
 
 
 def check_backend(precision: str, backend: str) -> None:
-    """UserError for an unknown precision, or a backend that it does not have."""
+    """Raise UserError for an unknown precision, or a backend that it does not have."""
     if precision not in (AUTO, *BACKENDS):
         raise UserError(f"precision={precision} is invalid: it must be one of {', '.join((AUTO, *BACKENDS))}.")
     names = BACKENDS[precision] if precision != AUTO else dict.fromkeys(chain.from_iterable(BACKENDS.values()))

@@ -165,7 +165,7 @@ def iterations_done(checkpoint: dict[str, Any]) -> int:
 
 
 def has_ended(checkpoint: dict[str, Any], iterations: int) -> bool:
-    """Whether a run of this length trains no further: it has done its iterations, or a callback has ended it."""
+    """Return whether a run of this length trains no further: it has done its iterations, or a callback has ended it."""
     return iterations_done(checkpoint) >= iterations or loop_state(checkpoint).get("stopped", False)
 
 

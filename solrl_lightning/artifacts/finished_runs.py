@@ -90,7 +90,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _has_results(summary: dict[str, Any]) -> bool:
-    """Whether the values that comparisons read have their types, and an evaluation has the reward."""
+    """Return whether the values that comparisons read have their types, and an evaluation has the reward."""
     rows = summary["evaluations"]
     return (
         _has(summary, _RESULTS)

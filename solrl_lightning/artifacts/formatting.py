@@ -56,7 +56,7 @@ def _text(value: float | None, decimals: int, signed: bool = False) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 iteration``, ``2 iterations``."""
+    """Return a text such as ``1 iteration`` or ``2 iterations``."""
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
@@ -65,7 +65,7 @@ def gibibytes(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, or minutes or hours where there are many."""
+    """Return a text of seconds, or of minutes or hours where there are many."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -182,7 +182,7 @@ class WandB(_Iterations, WandbLogger):
 
 
 def has_wandb_key() -> bool:
-    """Whether there is a key in WANDB_API_KEY, or in the netrc file, where ``wandb login`` keeps it."""
+    """Return whether there is a key in WANDB_API_KEY, or in the netrc file, where ``wandb login`` keeps it."""
     file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     return bool(os.environ.get("WANDB_API_KEY")) or (file.is_file() and f"machine {host}" in file.read_text())

@@ -102,7 +102,7 @@ def licence_metadata(licence: str | None, page: str | None) -> dict[str, Any]:
 
 
 def results(summary: Mapping[str, Any], iterations: int) -> list[list[str]]:
-    """Reward, base, trained and change of each reward; empty if the run has not evaluated both."""
+    """Return the reward, base, trained and change of each reward; empty if the run has not evaluated both."""
     rows = {row["iteration"]: row for row in summary.get("evaluations", [])}
     if iterations == 0 or not {0, iterations} <= rows.keys():
         return []

@@ -31,7 +31,7 @@ def commit_overrides(folder: Path) -> None:
 
 
 def is_resuming(folder: Path) -> bool:
-    """Whether a run resumes in ``folder`` and `commit_overrides` has not been called yet."""
+    """Return whether a run resumes in ``folder`` and `commit_overrides` has not been called yet."""
     return (folder / NEXT_RECORD).is_dir()
 
 
@@ -51,7 +51,7 @@ def run_of(checkpoint: Path) -> Path:
 
 
 def check_new(folder: Path) -> None:
-    """UserError for a folder that already holds a run."""
+    """Raise UserError for a folder that already holds a run."""
     traces = [name for name in _TRACES if (folder / name).exists()]
     if traces:
         sweep = "multirun.yaml" in traces
@@ -73,7 +73,7 @@ def check_new(folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """UserError for a folder that another process runs in."""
+    """Raise UserError for a folder that another process runs in."""
     if (folder / _LOCK).is_file():
         with open(folder / _LOCK, "r+") as file:
             _lock(file, folder)
@@ -120,7 +120,7 @@ def _lock(file: IO[str], folder: Path, other: str = _OTHER_FOLDER) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """UserError for a folder that cannot be made or written, or whose name is not in UTF-8. Leaves no file."""
+    """Raise UserError for a folder that cannot be made or written, or whose name is not in UTF-8. Leaves no file."""
     existing = folder.absolute()
     if os.fsencode(existing) != str(existing).encode(errors="replace"):
         raise UserError(

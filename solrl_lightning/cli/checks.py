@@ -40,7 +40,7 @@ def options_of(cfg: DictConfig, run_dir: str) -> Run:
 
 
 def check_callbacks(cfg: DictConfig) -> None:
-    """UserError for training without the callbacks that requantise and write the results."""
+    """Raise UserError for training without the callbacks that requantise and write the results."""
     missing = [name for name in _NEEDED_CALLBACKS if OmegaConf.select(cfg, f"callbacks.{name}") is None]
     if not missing or cfg.task.get("_target_") != _TRAIN:  # a task of the user's own has callbacks of its own
         return
@@ -54,7 +54,9 @@ def check_callbacks(cfg: DictConfig) -> None:
 
 
 def check_overrides(options: Run, overrides: Sequence[str]) -> None:
-    """UserError for an option on the command line that has no effect: of a LoRA, or of a proof, which has its own."""
+    """Raise UserError for an option on the command line that has no effect: of a LoRA, or of a proof, which has its
+    own.
+    """
     of_lora = [override for override in overrides if override.lstrip("+").startswith("model.lora.")]
     if options.model.train == "full" and of_lora:
         raise UserError(
@@ -74,7 +76,7 @@ def check_overrides(options: Run, overrides: Sequence[str]) -> None:
 
 
 def check_paths(options: Run) -> None:
-    """UserError for a path-like value (/, ., ~) that does not exist; anything else may be a hub id."""
+    """Raise UserError for a path-like value (/, ., ~) that does not exist; anything else may be a hub id."""
     paths = {"model.pretrained": options.model.pretrained, "model.preview_decoder": options.model.preview_decoder}
     for key, value in (paths | dict(_reward_files(options))).items():
         if value is not None and str(value).startswith(("/", ".", "~")) and not Path(value).expanduser().exists():
@@ -97,7 +99,7 @@ def _reward_files(options: Run) -> Iterator[tuple[str, str | None]]:
 
 
 def check_needs(options: Run) -> None:
-    """UserError if the task lacks something that it needs, as far as this can be known without torch."""
+    """Raise UserError if the task lacks something that it needs, as far as this can be known without torch."""
     task = options.task
     if name := min((name for name in os.environ if name.startswith("PL_TRAINER_")), default=None):
         raise UserError(
@@ -129,7 +131,7 @@ def check_needs(options: Run) -> None:
 
 
 def check_prompts(options: Run) -> None:
-    """UserError for a prompt source that cannot be read, or that has fewer prompts than an iteration takes."""
+    """Raise UserError for a prompt source that cannot be read, or that has fewer prompts than an iteration takes."""
     if not options.uses_model:
         return
     if isinstance(options.task, Generate):
@@ -176,7 +178,9 @@ def devices_of(trainer: Trainer) -> int:
 
 
 def check_machine(options: Run) -> None:
-    """UserError for a device, precision or optimiser that is not available here. Imports torch, but not Lightning."""
+    """Raise UserError for a device, precision or optimiser that is not available here. Imports torch, but not
+    Lightning.
+    """
     import torch
 
     from solrl_lightning.policies.base_weights import check_storage

@@ -282,7 +282,7 @@ def _check_files(sources: Iterable[str]) -> None:
 
 
 def adds(override: Override) -> bool:
-    """Whether ``override`` has a plus sign."""
+    """Return whether ``override`` has a plus sign."""
     return override.is_add() or override.is_force_add()
 
 
@@ -346,7 +346,7 @@ def as_written(overrides: ListConfig | DictConfig) -> list[str]:
 
 
 def own_sources(hydra: DictConfig) -> list[str]:
-    """Where Hydra, of this configuration, looked for options beside the package and itself."""
+    """Return where Hydra, of this configuration, looked for options beside the package and itself."""
     return [
         f"file://{Path(hydra.runtime.cwd) / source.path}"
         if source.schema == "file"
@@ -371,8 +371,9 @@ _FORMS = {
 
 
 def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
-    """UserError for an option that its group does not have, a key that the chosen options do not have, or a list or a
-    mapping in place of the other."""
+    """Raise UserError for an option that its group lacks, a key that the chosen options lack, or a list in place of a
+    mapping, or the other way round.
+    """
     choices, values = [], []
     for override in tree.parse(arguments):
         if tree.options(override.key_or_group) and not isinstance(override.value(), dict):
@@ -478,14 +479,14 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
 
 
 def check_choices(cfg: DictConfig) -> None:
-    """UserError unless ``cfg``, as composed, has one option of each group that a run needs."""
+    """Raise UserError unless ``cfg``, as composed, has one option of each group that a run needs."""
     for group in _ONE_EACH:
         if not isinstance(cfg.hydra.runtime.choices.get(group), str):
             raise UserError(f"A run has one {group}, no list and no null. Choose it with {group}=<option>.")
 
 
 def check_root(cfg: DictConfig, overrides: Sequence[Override]) -> None:
-    """UserError for a key at the root that nothing reads, which ``+`` or a file of the user's own has added."""
+    """Raise UserError for a key at the root that nothing reads, which ``+`` or a file of the user's own has added."""
     for key in set(map(str, cfg)) - _root():
         lines = [o.input_line for o in overrides if o.key_or_group.replace("/", ".").partition(".")[0] == key]
         culprit = " ".join(map(str, lines)) or f"the key {key} in a file of your own"

@@ -57,7 +57,7 @@ def first_lines(error: Exception) -> str:
 
 
 def _is_raised_by_hydra(error: Exception) -> bool:
-    """Whether ``error`` comes from the code of Hydra or of a library that reads its files and values."""
+    """Return whether ``error`` comes from the code of Hydra or of a library that reads its files and values."""
     names = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     *_, library = [name for name in names if name not in sys.stdlib_module_names]
     return library in {"hydra", "omegaconf", "yaml", "antlr4"}
@@ -70,7 +70,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _has_little_space() -> bool:
-    """Whether a limit of the address space is what a MemoryError or SystemError of Python comes from."""
+    """Return whether a limit of the address space is what a MemoryError or SystemError of Python comes from."""
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
@@ -136,7 +136,7 @@ def report_error(
 
 
 def silence_libraries() -> None:
-    """Hides messages of libraries that a user cannot act on. ``build.hide_loading_bars`` hides their bars."""
+    """Hide messages of libraries that a user cannot act on. ``build.hide_loading_bars`` hides their bars."""
     # Lightning 2.6 asks torch for a class that newer versions deprecate. Values are reduced over the ranks before they
     # are logged. A resumed run has checkpoints in its folder; a run from the checkpoint of another has another folder.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)

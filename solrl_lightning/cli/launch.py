@@ -58,7 +58,7 @@ def _number(name: str, default: int = 0) -> int:
 
 
 def is_first() -> bool:
-    """Whether this process starts the run: rank 0, the only one that checks and writes its folder."""
+    """Return whether this process starts the run: rank 0, the only one that checks and writes its folder."""
     return not any(map(_number, _launcher().ranks))
 
 
@@ -173,7 +173,7 @@ def _srun() -> bool:
 
 
 def _others() -> bool:
-    """Whether a launcher without a name for the folder has started several processes."""
+    """Return whether a launcher without a name for the folder has started several processes."""
     return any(_number(f"{name}_SIZE", 1) > 1 for name in _OTHERS)
 
 

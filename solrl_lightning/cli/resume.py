@@ -157,7 +157,7 @@ def _entry(override: Override) -> str:
 
 
 def _is_whole(override: Override, overrides: Iterable[Override]) -> bool:
-    """Whether ``overrides`` add the entry of ``override`` or its class, so that it needs none of an option."""
+    """Return whether ``overrides`` add the entry of ``override`` or its class, so that it needs none of an option."""
     return any(adds(o) and o.key_or_group in (_entry(override), f"{_entry(override)}._target_") for o in overrides)
 
 
@@ -217,7 +217,7 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
 
 
 def _check_not_trained(folder: Path) -> None:
-    """UserError for a run without ``last.ckpt`` that has written its result, which beginning again would replace."""
+    """Raise UserError for a run without ``last.ckpt`` that has a result, which beginning again would replace."""
     result = next((folder / name for name in ("lora", "transformer") if (folder / name).is_dir()), None)
     if result is not None:
         best = path_option("ckpt", folder / BEST)
@@ -268,7 +268,7 @@ def check_sweep(folder: Path, checkpoint: Path) -> None:
 def _check_resumable(
     tree: ConfigTree, folder: Path, checkpoint: Path, overrides: Sequence[Override], lines: Sequence[str]
 ) -> None:
-    """UserError if a key that must stay fixed has another value in ``lines`` than in the record of the run in
+    """Raise UserError if a key that must stay fixed has another value in ``lines`` than in the record of the run in
     ``folder``: by one of the new ``overrides``, by an edited file or by another version of the package.
 
     A key is changed if it is written in another way and has another value: neither a value that only follows another
@@ -308,7 +308,7 @@ def _check_resumable(
 
 
 def _fixed_values(cfg: DictConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> value as written and as resolved in ``folder``, of the keys that a resume keeps."""
+    """Return, by dotted key, the value as written and as resolved in ``folder``, of the keys that a resume keeps."""
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.run_dir = str(folder)
@@ -319,7 +319,7 @@ def _fixed_values(cfg: DictConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
 
 
 def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value; a list is one value."""
+    """Return the values by dotted key; a list is one value."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     values: dict[str, Any] = {}
@@ -329,7 +329,7 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def is_subkey(key: str, *roots: str) -> bool:
-    """Whether ``key`` is one of ``roots`` or below one."""
+    """Return whether ``key`` is one of ``roots`` or below one."""
     return any(key == root or key.startswith(f"{root}.") for root in roots)
 
 
@@ -350,7 +350,7 @@ def _recorded_overrides(tree: ConfigTree, folder: Path) -> list[Override]:
 
 
 def _recorded_sources(folder: Path) -> list[str]:
-    """Where the run in ``folder`` had options of its user's from."""
+    """Return where the run in ``folder`` had options of its user's from."""
     file = folder / RECORD / "hydra.yaml"
     sources = own_sources(read_record(file, DictConfig, "hydra").hydra) if file.is_file() else []
     for source in sources:
@@ -381,7 +381,7 @@ def read_record(file: Path, kind: type[ListConfig] | type[DictConfig], key: str 
 
 
 def check_checkpoint(file: Path) -> None:
-    """UserError for a file that is missing or damaged. Unpickles nothing."""
+    """Raise UserError for a file that is missing or damaged. Unpickles nothing."""
     if not file.is_file():
         kind = "it is a folder" if file.is_dir() else "there is no such file"
         raise UserError(f"ckpt={file} is invalid: {kind}. {_checkpoint_near(file)}.")
@@ -442,7 +442,7 @@ def check_contents(ckpt: Path) -> tuple[int, float]:
 
 
 def check_left(ckpt: Path, done: float, key: str, limit: float) -> None:
-    """UserError for a checkpoint whose run has ``done`` all of a ``limit``, the value of ``key``."""
+    """Raise UserError for a checkpoint whose run has ``done`` all of a ``limit``, the value of ``key``."""
     if done >= limit:
         raise UserError(
             f"{key}={limit:g} is invalid: a resumed run needs {key.removeprefix('max_')} left to do, and {ckpt} has "

@@ -54,7 +54,7 @@ def digest(*values: Any) -> str:
 def read_prompt_sets(
     train: str | Path | None, held_out: str | Path | None, column: str = "prompt", with_images: bool = False
 ) -> PromptSets:
-    """Both sets. A source of None gives an empty set. Prompts of ``held_out`` are removed from the training set.
+    """Return both sets. A source of None gives an empty set. Prompts of ``held_out`` are removed from the training set.
 
     ``with_images``: each prompt has an input image; see ``input_images``.
 

@@ -85,7 +85,7 @@ _DATASETS = {"pickapic-train": PICKAPIC, "pickapic-test": PICKAPIC, "partiprompt
 
 
 def read_records(source: str | Path, column: str) -> list[Prompt]:
-    """All rows of a named source, of ``hf://owner/name/split``, or of a text, .jsonl, .parquet, .csv or .tsv file.
+    """Return all rows of a named source, of ``hf://owner/name/split``, or of a text file or table.
 
     ``column`` is the column with the prompts in data sets of the hub and in tables, and their key in .jsonl files.
     Others ignore it.
@@ -119,7 +119,9 @@ def check_text(text: str, place: str) -> None:
 
 
 def file_of_split(source: str, split: str) -> str:
-    """``<split>.jsonl`` or ``<split>.txt`` of a source that is a folder with it, as Flow-Factory's; else ``source``."""
+    """Return ``<split>.jsonl`` or ``<split>.txt`` of a source that is a folder with it, as Flow-Factory's; else
+    ``source``.
+    """
     if not source or source in SOURCES:
         return source
     names = [f"{split}{suffix}" for suffix in (".jsonl", ".txt")]
@@ -198,7 +200,7 @@ def _conversion(path: Path) -> str:
 
 
 def dataset_of(source: str) -> str | None:
-    """owner/name of the data set of the hub that a source reads; None for other sources."""
+    """Return owner/name of the data set of the hub that a source reads; None for other sources."""
     if source.startswith(HUB):
         return source.removeprefix(HUB).rpartition("/")[0]
     return _DATASETS.get(source)
@@ -468,7 +470,7 @@ def _read_github(repository: str, file: str) -> list[Prompt]:
 
 
 def github_file(repository: str, file: str) -> Path:
-    """Path of a file in the folder ``repository`` of the working directory or, downloaded once, on GitHub.
+    """Return the path of a file in the folder ``repository`` of the working directory or, downloaded once, on GitHub.
 
     Raises:
         UserError: it is in neither place.

@@ -14,7 +14,7 @@ _PACKAGES = ("torch", "lightning", "diffusers", "transformers", "peft")
 
 
 def versions() -> dict[str, str]:
-    """Package -> version; this package and Python first."""
+    """Return the versions by package; this package and Python first."""
     project = {"solrl_lightning": __version__, "python": platform.python_version()}
     return project | {name: metadata.version(name) for name in _PACKAGES}
 

@@ -116,7 +116,7 @@ def configure(ranks: int = 1) -> list[str]:
 
 
 def divide_threads(ranks: int) -> None:
-    """Divides the threads that ``configure`` has set among the ranks that Lightning starts here, which inherit them.
+    """Divide the threads that ``configure`` has set among the ranks that Lightning starts here, which inherit them.
 
     Lightning does so with the machine's threads.
     """

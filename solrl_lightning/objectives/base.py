@@ -159,7 +159,7 @@ def means(**terms: Tensor) -> dict[str, Tensor]:
 
 
 def check_objective(objective: Objective, num_steps: int) -> None:
-    """UserError unless what ``objective`` declares fits a sampler of ``num_steps``."""
+    """Raise UserError unless what ``objective`` declares fits a sampler of ``num_steps``."""
     needs, transitions = objective.needs, objective.transitions(num_steps, 0)
     if not isinstance(needs, Mapping) or any(
         name not in NEEDS or type(every) is not int or every < 1 for name, every in needs.items()

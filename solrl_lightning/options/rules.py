@@ -103,7 +103,7 @@ def number(rule: str, holds: Callable[[float], bool], fix: str = _DEFAULT) -> Pl
 
 
 def one_of(*choices: bool | str) -> PlainValidator:
-    """Where ``Literal`` does not do: it takes 1 and 1.0 for True."""
+    """Make a check where ``Literal`` does not do: it takes 1 and 1.0 for True."""
     rule = f"one of {', '.join(str(choice).lower() for choice in choices)}"
     return must_be(rule, lambda value: any(type(value) is type(choice) and value == choice for choice in choices))
 

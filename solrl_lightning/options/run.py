@@ -256,7 +256,7 @@ class Run(Group):
             self.check_decoder(f"{key}.decoder", explorer.decoder)
 
     def check_decoder(self, key: str, decoder: str) -> None:
-        """UserError if ``decoder``, the value of ``key``, is "preview" without ``model.preview_decoder``."""
+        """Raise UserError if ``decoder``, the value of ``key``, is "preview" without ``model.preview_decoder``."""
         if decoder == "preview" and self.model.policy.get("preview_decoder") is None:
             raise UserError(
                 f"{key}=preview is invalid: it needs a tiny autoencoder of this model's latents, and "
@@ -279,7 +279,7 @@ class Run(Group):
                 )
 
     def check_sharded(self) -> None:
-        """With trainer=fsdp no rank has a copy of the transformer, and none computes a forward pass alone."""
+        """Raise UserError for what trainer=fsdp cannot do: no rank has a copy of the transformer or computes alone."""
         if not self.is_sharded:
             return
         if type(self.task) not in (Task, Plan):
@@ -301,7 +301,7 @@ class Run(Group):
                 )
 
     def check_full(self) -> None:
-        """With model.train=full there are neither frozen weights nor a LoRA."""
+        """Raise UserError for an option of frozen weights or of a LoRA with model.train=full, which has neither."""
         if self.model.train != "full":
             return
         lora = self.model.init_lora

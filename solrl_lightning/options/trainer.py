@@ -20,7 +20,7 @@ def _are_devices(value: Any) -> bool:
 
 
 def _is(*values: Any) -> Any:
-    """Whether a value is one of these and of the same type: of batches, 1 is one and 1.0 is all."""
+    """Return whether a value is one of these and of the same type: of batches, 1 is one and 1.0 is all."""
     return lambda value: any(type(value) is type(each) and value == each for each in values)
 
 
@@ -72,7 +72,7 @@ def named_devices(trainer: Trainer) -> list[int]:
 
 
 def is_sharded(trainer: Trainer) -> bool:
-    """Whether the ranks share the weights, as with trainer=fsdp."""
+    """Return whether the ranks share the weights, as with trainer=fsdp."""
     strategy: Any = trainer.get("strategy")
     return isinstance(strategy, dict) and strategy.get("_target_") == SHARDED
 

@@ -69,7 +69,7 @@ def _store(weight: Tensor, storage: str) -> Tensor:
 
 
 def dense(weight: Tensor) -> Tensor:
-    """``weight`` [out, in] itself, or dequantised if torchao stores it."""
+    """Return ``weight`` [out, in] itself, or dequantised if torchao stores it."""
     stored, kind = cast(Any, weight), type(weight).__name__  # an isinstance test would import torchao in every run
     whole: Tensor = weight
     if kind == "NF4Tensor":

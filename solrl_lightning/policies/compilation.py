@@ -71,7 +71,7 @@ def should_compile(key: str, what: str, setting: bool | str, device: torch.devic
 def compile_blocks(
     transformer: nn.Module, fullgraph: bool = True, backend: str | Callable[..., Any] = "inductor"
 ) -> None:
-    """Compiles the transformer block by block, for one fixed batch size: equal blocks share their compiled code.
+    """Compile the transformer block by block, for one fixed batch size: equal blocks share their compiled code.
 
     ``fullgraph=False`` lets layers of another library break a block into several graphs. ``compile_repeated_blocks`` of
     diffusers lists the blocks of FLUX.1, but not of SD3 and SANA.

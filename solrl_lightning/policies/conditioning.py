@@ -14,7 +14,7 @@ Conditioning = dict[str, Tensor]  # embeddings of P prompts, each [P, ...]
 
 
 def stack_rows(rows: Sequence[Row]) -> Conditioning:
-    """Stacks the embeddings of P prompts.
+    """Stack the embeddings of P prompts.
 
     Embeddings [L_i, ...] of different lengths are padded with zeros to [P, L, ...] and get a mask ``<name>_mask``, bool
     [P, L], which is False at padding. Embeddings of equal shape get no mask.

@@ -44,7 +44,7 @@ class Flux1(PipelineAdapter):
         return super().call_options | {"guidance_scale": self.guidance}
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
-        """``prompt_embeds`` [P, L, D] of T5 and ``pooled`` [P, D'] of CLIP."""
+        """Return ``prompt_embeds`` [P, L, D] of T5 and ``pooled`` [P, D'] of CLIP."""
         embeds, pooled, _ = self.pipeline.encode_prompt(
             prompt=prompts, prompt_2=None, device=device, max_sequence_length=self.max_sequence_length
         )
@@ -62,7 +62,7 @@ class Flux1(PipelineAdapter):
         return FluxPipeline._pack_latents(spatial, *spatial.shape).to(self.device)
 
     def sigmas(self, steps: int) -> Tensor:
-        """Levels of the pipeline's scheduler, with its resolution shift."""
+        """Return the levels of the pipeline's scheduler, with its resolution shift."""
         return self.scheduler_sigmas(steps, np.linspace(1.0, 1 / steps, steps))
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:

@@ -40,7 +40,7 @@ class Flux2(PipelineAdapter):
         self._text_ids = Flux2KleinPipeline._prepare_text_ids(text).to(self.device)
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
-        """``prompt_embeds`` [P, L, 3 D]: three layers of Qwen3. Padding is not masked."""
+        """Return ``prompt_embeds`` [P, L, 3 D]: three layers of Qwen3. Padding is not masked."""
         embeds, _ = self.pipeline.encode_prompt(
             prompt=prompts, device=device, max_sequence_length=self.max_sequence_length
         )
@@ -51,7 +51,7 @@ class Flux2(PipelineAdapter):
         return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
 
     def sigmas(self, steps: int) -> Tensor:
-        """Levels of the pipeline's scheduler, with its shift by image tokens and steps."""
+        """Return the levels of the pipeline's scheduler, with its shift by image tokens and steps."""
         _, height, width = self.latent_shape
         return self.scheduler_sigmas(
             steps, np.linspace(1.0, 1 / steps, steps), compute_empirical_mu(height * width, steps)

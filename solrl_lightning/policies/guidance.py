@@ -20,7 +20,7 @@ def forward_passes(scale: float) -> int:
 
 
 def extrapolate(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-    """v_uncond + scale * (v_cond - v_uncond)."""
+    """Return v_uncond + scale * (v_cond - v_uncond)."""
     return unconditional + scale * (conditional - unconditional)
 
 

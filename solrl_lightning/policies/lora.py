@@ -189,19 +189,20 @@ def read_lora(
 
 @torch.no_grad()
 def follow(old: State, trained: State, decay: float) -> None:
-    """old <- decay * old + (1 - decay) * trained, in place."""
+    """Move old weights towards trained ones in place: old <- decay * old + (1 - decay) * trained."""
     torch._foreach_lerp_(list(old.values()), list(trained.values()), 1.0 - decay)
 
 
 def base_norm(layers: dict[str, LoraLayer]) -> Tensor:
-    """L2 norm of the base weights of all adapted layers."""
+    """Return the L2 norm of the base weights of all adapted layers."""
     weights = (dense(layer.get_base_layer().weight) for layer in layers.values())
     norms = [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in weights]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def update_norms(layers: dict[str, LoraLayer]) -> tuple[Tensor, Tensor]:
-    """L2 norms over all adapted layers of the trained update (alpha / r) B A, and of its difference from the old one.
+    """Return the L2 norms over all adapted layers of the trained update (alpha / r) B A, and of its difference from the
+    old one.
 
     The squared norm of B A is the sum of (B^T B) * (A A^T), of r x r matrices. The difference
     B A - B' A' = [B - B', B'] [A; A - A'] is a product of the same kind, without cancellation.

@@ -195,7 +195,7 @@ def _checked(
 
 
 def _shapes(transformer: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights of the linear layers and convolutions, with adapters or without."""
+    """Return the shapes of the weights of the linear layers and convolutions, with adapters or without."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in transformer.named_modules():
         layer = name.removesuffix(".base_layer")

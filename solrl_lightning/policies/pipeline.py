@@ -155,22 +155,22 @@ class PipelineAdapter(ABC):
 
     @abstractmethod
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Mapping[str, Tensor | Sequence[Tensor]]:
-        """Embeddings of P texts by the text encoders, which are on ``device``.
+        """Return embeddings of P texts by the text encoders, which are on ``device``.
 
         By name, each [P, ...] or P tensors of different lengths.
         """
 
     @abstractmethod
     def embedding_like(self) -> Conditioning:
-        """Tensors on ``meta`` of the names, shapes and dtypes of one prompt's embedding, for random weights."""
+        """Return tensors on ``meta`` of the names, shapes and dtypes of one prompt's embedding, for random weights."""
 
     @abstractmethod
     def sigmas(self, steps: int) -> Tensor:
-        """float32 [T + 1] noise levels from 1 down to 0."""
+        """Return float32 [T + 1] noise levels from 1 down to 0."""
 
     @abstractmethod
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """float32 [B, *latent_shape] velocity (noise minus image) at latents ``x`` and levels ``sigma`` [B] or [].
+        """Return float32 [B, *latent_shape] velocity (noise minus image) at latents ``x``, levels ``sigma`` [B] or [].
 
         Without guidance, which ``guided_velocity`` adds.
         """
@@ -181,7 +181,7 @@ class PipelineAdapter(ABC):
         return {"guidance_scale": self.guidance_scale, "max_sequence_length": self.max_sequence_length}
 
     def scheduler_sigmas(self, steps: int, sigmas: Any = None, mu: float | None = None) -> Tensor:
-        """Noise levels of the pipeline's scheduler, for ``sigmas`` of subclasses.
+        """Return the noise levels of the pipeline's scheduler, for ``sigmas`` of subclasses.
 
         Args:
             sigmas: the T levels that the scheduler shifts; None for its own.
@@ -213,11 +213,11 @@ class PipelineAdapter(ABC):
         return ()
 
     def noise(self, seeds: Tensor) -> Tensor:
-        """float32 [B, *latent_shape] initial latents of the candidates, each a function of its seed alone."""
+        """Return float32 [B, *latent_shape] initial latents of the candidates, each a function of its seed alone."""
         return noise(seeds, self.latent_shape).to(self.device)
 
     def decode_latents(self, x: Tensor, vae: Any) -> Tensor:
-        """[B, 3, H, W] images in [-1, 1] of latents ``x`` [B, *latent_shape], or videos [B, F, 3, H, W].
+        """Return [B, 3, H, W] images in [-1, 1] of latents ``x`` [B, *latent_shape], or videos [B, F, 3, H, W].
 
         Args:
             vae: the pipeline's autoencoder, or the preview decoder.
@@ -225,17 +225,17 @@ class PipelineAdapter(ABC):
         return vae.decode(self.unscale_latents(x, vae).to(vae.dtype)).sample
 
     def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
-        """[B, C, H, W] input of ``vae`` for latents ``x`` [B, *latent_shape]."""
+        """Return [B, C, H, W] input of ``vae`` for latents ``x`` [B, *latent_shape]."""
         return x / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
 
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """As ``velocity``, with classifier-free guidance; samplers and loss call this one."""
+        """Return the ``velocity`` with classifier-free guidance; samplers and loss call this one."""
         return guide(self.velocity, self.unconditional, self.guidance_scale)(transformer, x, sigma, conditioning)
 
     # Prompts
 
     def encode(self, prompts: list[Prompt]) -> Conditioning:
-        """Embeddings of P prompts by name, each [P, ...] on the device; floating ones in the transformer's dtype."""
+        """Return embeddings of P prompts by name, [P, ...] on the device; floating ones in the transformer's dtype."""
         rows = {p: self.cache.load(self.embedding_name(p)) if self.cache else None for p in dict.fromkeys(prompts)}
         new = [prompt for prompt, row in rows.items() if row is None]
         for prompt, row in zip(new, self._encode_rows(new), strict=True):
@@ -248,7 +248,7 @@ class PipelineAdapter(ABC):
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in stacked.items()}
 
     def encode_unconditional(self) -> Conditioning:
-        """Embedding of the empty prompt, [1, ...] each, for guidance."""
+        """Return the embedding of the empty prompt, [1, ...] each, for guidance."""
         return self.encode([Prompt("")])
 
     def embedding_name(self, prompt: Prompt) -> str:
@@ -305,11 +305,11 @@ class PipelineAdapter(ABC):
     # Images
 
     def decode(self, x: Tensor) -> Tensor:
-        """float32 [B, 3, H, W] images in [0, 1] of latents ``x`` [B, *latent_shape], or videos [B, F, 3, H, W]."""
+        """Return float32 images [B, 3, H, W] in [0, 1], or videos [B, F, 3, H, W], of latents [B, *latent_shape]."""
         return self._images(x, self.pipeline.vae)
 
     def decode_in_bf16(self, x: Tensor) -> Tensor:
-        """As ``decode``, by a copy of the autoencoder in bfloat16, except on a CPU that is slower in it."""
+        """Decode as ``decode``, by a copy of the autoencoder in bfloat16, except on a CPU that is slower in it."""
         faster = self.device.type != "cpu" or bf16.has_fast_bf16_products()
         return self._images(x, self._bf16_vae if faster else self.pipeline.vae)
 
@@ -320,7 +320,7 @@ class PipelineAdapter(ABC):
         return vae if vae.dtype == torch.bfloat16 else copy.deepcopy(vae).to(torch.bfloat16)
 
     def preview(self, x: Tensor) -> Tensor:
-        """As ``decode``, by the preview decoder."""
+        """Decode as ``decode``, by the preview decoder."""
         assert self.preview_decoder is not None  # Run.check_decoder
         return self._images(x, self.preview_decoder)
 
@@ -357,7 +357,7 @@ class PipelineAdapter(ABC):
         self._has_decoded = True
 
     def _save_memory(self, vae: Any) -> bool:
-        """Permanently halves the number of images decoded at once; False if nothing is left to reduce.
+        """Halve permanently the number of images decoded at once; return False if nothing is left to reduce.
 
         After one image, the pipeline's own autoencoder decodes overlapping tiles, which may show faint seams.
         """

@@ -39,7 +39,7 @@ class QwenImage(VideoPipelineAdapter):
         return {"true_cfg_scale": self.guidance_scale, "max_sequence_length": self.max_sequence_length} | guidance
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> dict[str, list[Tensor]]:
-        """``prompt_embeds`` of Qwen2.5-VL, P tensors [L_i, D] without padding."""
+        """Return ``prompt_embeds`` of Qwen2.5-VL, P tensors [L_i, D] without padding."""
         embeds, mask = self.pipeline.encode_prompt(
             prompt=prompts, device=device, max_sequence_length=self.max_sequence_length
         )
@@ -47,7 +47,7 @@ class QwenImage(VideoPipelineAdapter):
         return {"prompt_embeds": [row[real.bool()] for row, real in zip(embeds, mask, strict=True)]}
 
     def encode(self, prompts: list[Prompt]) -> Conditioning:
-        """``prompt_embeds`` [P, L, D], padded to ``max_sequence_length``, and ``prompt_embeds_mask`` bool [P, L].
+        """Return ``prompt_embeds`` [P, L, D], L = ``max_sequence_length``, and ``prompt_embeds_mask`` bool [P, L].
 
         One length for all prompts keeps the shapes that a compiled transformer has.
         """
@@ -81,7 +81,9 @@ class QwenImage(VideoPipelineAdapter):
         return QwenImagePipeline._pack_latents(spatial, *spatial.shape).to(self.device)
 
     def sigmas(self, steps: int) -> Tensor:
-        """Levels of the pipeline's scheduler: shifted by the number of image tokens, the last one before 0 is 0.02."""
+        """Return the levels of the pipeline's scheduler: shifted by the number of image tokens, the last one before 0
+        is 0.02.
+        """
         return self.scheduler_sigmas(steps, np.linspace(1.0, 1 / steps, steps))
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
@@ -97,11 +99,11 @@ class QwenImage(VideoPipelineAdapter):
         return output[0][:, : x.shape[1]].float()
 
     def images(self, x: Tensor, conditioning: Conditioning) -> list[Tensor]:
-        """Latents [B, S, C] of each image that the transformer reads, the one to predict first."""
+        """Return latents [B, S, C] of each image that the transformer reads, the one to predict first."""
         return [x]
 
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """As ``PipelineAdapter.guided_velocity``, with each token rescaled to the norm of its conditional velocity."""
+        """Return the guided velocity, with each token rescaled to the norm of its conditional velocity."""
         velocity = guide(self.velocity, self.unconditional, self.guidance_scale, with_conditional_norm)
         return velocity(transformer, x, sigma, conditioning)
 
@@ -109,13 +111,13 @@ class QwenImage(VideoPipelineAdapter):
         return super().decode_latents(x, vae)[:, :, 0]
 
     def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
-        """[B, C, 1, H / 8, W / 8] latents of a video of one frame."""
+        """Return [B, C, 1, H / 8, W / 8] latents of a video of one frame."""
         frames = QwenImagePipeline._unpack_latents(x, self.resolution, self.resolution, self.pipeline.vae_scale_factor)
         return super().unscale_latents(frames, vae)
 
 
 def with_conditional_norm(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-    """[B, S, C] extrapolated velocity, rescaled token by token to the norm of the conditional one.
+    """Return [B, S, C] extrapolated velocity, rescaled token by token to the norm of the conditional one.
 
     It is the guidance of ``QwenImagePipeline`` (its ``true_cfg_scale``).
     """

@@ -53,11 +53,11 @@ class QwenImageEdit(QwenImage):
         return f"{prompt.text} {content}"
 
     def encode_unconditional(self) -> Conditioning:
-        """Nothing: the embedding of the empty prompt depends on the image, so it is a part of ``encode``."""
+        """Return nothing: the embedding of the empty prompt depends on the image, so it is a part of ``encode``."""
         return {}
 
     def encode_prompts(self, prompts: list[Prompt], device: torch.device) -> dict[str, list[Tensor]]:
-        """``prompt_embeds`` of Qwen2.5-VL, P tensors [L_i, D] without padding, of the texts with their images.
+        """Return ``prompt_embeds`` of Qwen2.5-VL, P tensors [L_i, D] without padding, of the texts with their images.
 
         With guidance also ``negative_prompt_embeds``, of the empty text with each image.
         """
@@ -68,7 +68,7 @@ class QwenImageEdit(QwenImage):
         return rows
 
     def encode(self, prompts: list[Prompt]) -> Conditioning:
-        """As ``QwenImage.encode``, and ``image_latents`` [P, S, C] of the input images.
+        """Encode as ``QwenImage.encode``, with ``image_latents`` [P, S, C] of the input images.
 
         With guidance also ``negative_prompt_embeds`` and its mask, of the empty text with each image.
         """
@@ -85,7 +85,7 @@ class QwenImageEdit(QwenImage):
         return [x, conditioning["image_latents"]]
 
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """As ``QwenImage.guided_velocity``, from the velocity without text but with the same image."""
+        """Return the guided velocity of ``QwenImage``, from the velocity without text but with the same image."""
         others = {name: value for name, value in conditioning.items() if not name.startswith(_NEGATIVE)}
         negative = {name: conditioning.get(_NEGATIVE + name, value) for name, value in others.items()}
         velocity = guide(self.velocity, negative, self.guidance_scale, with_conditional_norm)
@@ -102,7 +102,7 @@ class QwenImageEdit(QwenImage):
 
     @torch.no_grad()
     def _latents(self, image: Image) -> Tensor:
-        """[1, S, C] normalised latents of an image."""
+        """Return [1, S, C] normalised latents of an image."""
         vae, side = self.pipeline.vae, self.resolution
         pixels = self.pipeline.image_processor.preprocess(image, side, side).unsqueeze(2).to(self.device, vae.dtype)
         latents: Tensor = retry_with_empty_cache(lambda: self.pipeline._encode_vae_image(pixels, generator=None))

@@ -70,7 +70,8 @@ def init_random_weights(module: nn.Module, seed: int) -> None:
 
 
 def random_row(prompt: str, like: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Random embeddings of one prompt, a function of its text and their names, with the shapes and dtypes of ``like``.
+    """Return random embeddings of one prompt, a function of its text and their names, with the shapes and dtypes of
+    ``like``.
 
     Floating ones are standard normal, others (masks) 1.
     """

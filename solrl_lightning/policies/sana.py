@@ -47,7 +47,7 @@ class Sana(PipelineAdapter):
         return super().call_options | {"complex_human_instruction": None}
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
-        """``prompt_embeds`` [P, L, D] of Gemma and ``prompt_mask`` int64 [P, L], which is 0 at padding."""
+        """Return ``prompt_embeds`` [P, L, D] of Gemma and ``prompt_mask`` int64 [P, L], which is 0 at padding."""
         embeds, mask, _, _ = self.pipeline.encode_prompt(
             prompt=prompts,
             do_classifier_free_guidance=False,

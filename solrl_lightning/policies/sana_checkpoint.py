@@ -76,7 +76,7 @@ def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> dict[st
 
 
 def _native_names(blocks: int, parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Native key -> the diffusers parameters it holds. Layers have a bias where diffusers' have one."""
+    """Return, by native key, the diffusers parameters it holds. Layers have a bias where diffusers' have one."""
     layers = dict(_OUTSIDE)
     names = {"final_layer.scale_shift_table": ["scale_shift_table"]}
     for block in range(blocks):

@@ -30,7 +30,7 @@ _STEPS = 50  # of the levels that are tried
 
 
 def read_scheduler(folder: Path) -> tuple[str, Mapping[str, Any]]:
-    """Class and settings of the scheduler in a pipeline folder."""
+    """Return the class and settings of the scheduler in a pipeline folder."""
     cls = json.loads((folder / "model_index.json").read_text())["scheduler"][1]
     return cls, json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
 

@@ -22,7 +22,7 @@ class SD3(PipelineAdapter):
     schedulers = FLOW_MATCHING
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
-        """``prompt_embeds`` [P, 77 + L, D]: both CLIPs side by side, then T5; ``pooled`` [P, D'] of both CLIPs."""
+        """Return ``prompt_embeds`` [P, 77 + L, D], the CLIPs side by side, then T5; ``pooled`` [P, D'] of the CLIPs."""
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompt=prompts,
             prompt_2=None,
@@ -41,7 +41,9 @@ class SD3(PipelineAdapter):
         }
 
     def sigmas(self, steps: int) -> Tensor:
-        """Levels of the pipeline's scheduler: shift 3, and the last level above 0 is the lowest it was trained at."""
+        """Return the levels of the pipeline's scheduler: shift 3, and the last level above 0 is the lowest it was
+        trained at.
+        """
         return self.scheduler_sigmas(steps)
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:

@@ -14,7 +14,7 @@ class VideoPipelineAdapter(PipelineAdapter):
     """A pipeline with an autoencoder for videos; arguments are those of `PipelineAdapter`."""
 
     def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
-        """Input of ``vae`` for latents [B, C, F, H, W], which are normalised by the statistics of its config file."""
+        """Return the input of ``vae`` for latents [B, C, F, H, W], normalised by the statistics of its config file."""
         mean, std = (
             torch.tensor(vae.config[name], device=x.device).view(-1, 1, 1, 1)
             for name in ("latents_mean", "latents_std")

@@ -60,7 +60,7 @@ class Wan(VideoPipelineAdapter):
         return self.pixels_per_latent * self.transformer.config.patch_size[-1]
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> dict[str, list[Tensor]]:
-        """``prompt_embeds`` of UMT5, P tensors [L_i, D] without padding, which the pipeline sets to 0."""
+        """Return ``prompt_embeds`` of UMT5, P tensors [L_i, D] without padding, which the pipeline sets to 0."""
         embeds, _ = self.pipeline.encode_prompt(
             prompt=prompts,
             do_classifier_free_guidance=False,
@@ -70,7 +70,7 @@ class Wan(VideoPipelineAdapter):
         return {"prompt_embeds": [row[row.any(-1)] for row in embeds]}
 
     def encode(self, prompts: list[Prompt]) -> Conditioning:
-        """``prompt_embeds`` [P, L, D], with zeros up to ``max_sequence_length``, to which the transformer attends."""
+        """Return ``prompt_embeds`` [P, L, D]; the transformer attends to the zeros up to ``max_sequence_length``."""
         embeds = super().encode(prompts)["prompt_embeds"]
         return {"prompt_embeds": F.pad(embeds, (0, 0, 0, self.max_sequence_length - embeds.shape[1]))}
 
@@ -79,7 +79,7 @@ class Wan(VideoPipelineAdapter):
         return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
 
     def sigmas(self, steps: int) -> Tensor:
-        """Levels of the pipeline's scheduler; those of a multistep one, as UniPC, up to 1e-6: the first is 1."""
+        """Return the levels of the pipeline's scheduler; of a multistep one, as UniPC, up to 1e-6: the first is 1."""
         scheduler = self.pipeline.scheduler
         if "flow_shift" not in scheduler.config:
             return self.scheduler_sigmas(steps)
@@ -106,5 +106,5 @@ class Wan(VideoPipelineAdapter):
         return {f"diffusion_model.{m[1]}.{_NAMES[m[2]]}.{m[3]}": state[name] for name, m in matches.items() if m}
 
     def decode_latents(self, x: Tensor, vae: Any) -> Tensor:
-        """[B, F, 3, H, W] frames in [-1, 1] of latents ``x`` [B, *latent_shape]."""
+        """Return [B, F, 3, H, W] frames in [-1, 1] of latents ``x`` [B, *latent_shape]."""
         return super().decode_latents(x, vae).transpose(1, 2)

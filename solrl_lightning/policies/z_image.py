@@ -40,7 +40,7 @@ class ZImage(PipelineAdapter):
         return super().call_options | {"guidance_scale": self.guidance_scale - 1}
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> dict[str, list[Tensor]]:
-        """``prompt_embeds`` of Qwen3, P tensors [L_i, D] without padding."""
+        """Return ``prompt_embeds`` of Qwen3, P tensors [L_i, D] without padding."""
         embeds, _ = self.pipeline.encode_prompt(
             prompt=list(prompts),  # the pipeline writes its template into this list
             device=device,
@@ -54,7 +54,7 @@ class ZImage(PipelineAdapter):
         return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
 
     def sigmas(self, steps: int) -> Tensor:
-        """Levels of the pipeline's scheduler, whose shift is a number as published."""
+        """Return the levels of the pipeline's scheduler, whose shift is a number as published."""
         return self.scheduler_sigmas(steps, get_default_z_image_sigmas(steps))  # uniform ones, rounded to float32
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:

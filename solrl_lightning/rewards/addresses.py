@@ -60,7 +60,7 @@ def check_server(task: str, host: str, port: int) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``; a name other than localhost counts as reachable."""
+    """Return whether only this machine can reach ``host``; a name other than localhost counts as reachable."""
     if host == "localhost":
         return True
     try:

@@ -44,7 +44,7 @@ class Reward(ABC):
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[Metadata] | None = None) -> Tensor:
-        """Scores, float32 [B], of images [B, 3, H, W] in [0, 1] with one prompt each and optional metadata.
+        """Return scores, float32 [B], of images [B, 3, H, W] in [0, 1] with one prompt each and optional metadata.
 
         Raises:
             ValueError: the images have another shape, dtype or range, or the number of prompts or metadata is not B.
@@ -120,7 +120,7 @@ class Reward(ABC):
 
     @abstractmethod
     def score(self, images: Tensor, prompts: list[str], *args: Any, **kwargs: Any) -> Tensor:
-        """Scores [B] of images [B, 3, H, W] in [0, 1], which are already validated.
+        """Return scores [B] of images [B, 3, H, W] in [0, 1], which are already validated.
 
         A third parameter ``metadata`` gets a list of B dicts, which are empty for prompts without metadata.
         """

@@ -139,7 +139,7 @@ def crop(image: Tensor, box: Box) -> Tensor:
 
 
 def correct(metadata: Metadata, objects: Objects, colours: ColoursOf) -> float:
-    """GenEval's score: 1.0 if every clause of "include" holds and none of "exclude", else 0.0.
+    """Return GenEval's score: 1.0 if every clause of "include" holds and none of "exclude", else 0.0.
 
     A clause with count m reads the m objects of its class with the highest scores.
     """
@@ -157,7 +157,7 @@ def correct(metadata: Metadata, objects: Objects, colours: ColoursOf) -> float:
 
 
 def mean_of_terms(metadata: Metadata, objects: Objects, colours: ColoursOf) -> float:
-    """Flow-GRPO's score: the mean of the terms of the clauses of "include", n objects found and m required:
+    """Return Flow-GRPO's score: the mean of the terms of the clauses of "include", n objects found and m required:
 
     - max(0, 1 - |n - m| / m); the published code has no lower bound;
     - with a colour: the share of the objects that have it, 0 unless n = m;
@@ -181,13 +181,13 @@ def mean_of_terms(metadata: Metadata, objects: Objects, colours: ColoursOf) -> f
 
 
 def all_in_relation(boxes: Sequence[Box], groups: Sequence[Sequence[Box] | None], relation: str, target: int) -> bool:
-    """Whether each object is in the relation to each object of clause number ``target``, which holds."""
+    """Return whether each object is in the relation to each object of clause number ``target``, which holds."""
     others = groups[target]
     return others is not None and all(relation in relations(one, other) for one in boxes for other in others)
 
 
 def relations(one: Box, other: Box) -> set[str]:
-    """Where box ``one`` is relative to box ``other``: none, one or two of ``RELATIONS``.
+    """Return where box ``one`` is relative to box ``other``: none, one or two of ``RELATIONS``.
 
     The offset of the centres counts beyond a tenth of the sum of both sizes, per axis, and as a share of its length.
     """

@@ -71,7 +71,7 @@ class HTTPReward(Reward):
             ) from error
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
-        """Scores, float32 [B], of the images rounded to 8 bits.
+        """Return scores, float32 [B], of the images rounded to 8 bits.
 
         Raises:
             ServerError: a request still fails after the retries, or has an invalid answer.
@@ -93,7 +93,7 @@ class HTTPReward(Reward):
     def _ask(
         self, levels: Tensor, prompts: list[str], metadata: Sequence[Metadata], retries: bool | None = None
     ) -> list[float]:
-        """Scores of uint8 images [B, H, W, 3] by one request; ``retries=False`` sends it once."""
+        """Return scores of uint8 images [B, H, W, 3] by one request; ``retries=False`` sends it once."""
         images = [base64.b64encode(to_png(image)).decode() for image in levels]
         body = {"images": images, "prompts": prompts, "metadata": [dict(row) for row in metadata]}
         others = f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""

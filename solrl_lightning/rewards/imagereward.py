@@ -105,7 +105,7 @@ class ImageReward(Reward):
         return torch.cat([self._score_batch(*batch) for batch in batches])
 
     def _score_batch(self, images: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Scores, float32 [B], of images [B, 3, H, W] and tokens [B, S]; mask [B, S] is 0 at padding."""
+        """Return scores, float32 [B], of images [B, 3, H, W] and tokens [B, S]; mask [B, S] is 0 at padding."""
         pixels = preprocess(images.to(self.device), self.image_tower.config.image_size)
         seen = self.image_tower(pixels.to(self.dtype)).last_hidden_state  # [B, V, width of the image tower]
         joint = self.text_tower(tokens.to(self.device), mask.to(self.device), encoder_hidden_states=seen)
@@ -114,7 +114,7 @@ class ImageReward(Reward):
 
 
 def preprocess(images: Tensor, size: int) -> Tensor:
-    """Images in [0, 1] resized, cropped and normalised to float32 [B, 3, size, size].
+    """Return images in [0, 1] resized, cropped and normalised to float32 [B, 3, size, size].
 
     Uses torchvision's functions, as the package does: their crop rounds an odd margin to even, others round down.
     """
@@ -123,7 +123,7 @@ def preprocess(images: Tensor, size: int) -> Tensor:
 
 
 def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
-    """BERT's tokenizer with BLIP's two additional tokens.
+    """Return BERT's tokenizer with BLIP's two additional tokens.
 
     Raises:
         UserError: its files are missing, or its size is not ``vocab_size``.
@@ -167,7 +167,7 @@ def rename(weights: dict[str, Tensor], pretrained: str) -> dict[str, Tensor]:
 
 
 def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: str) -> nn.ModuleDict:
-    """image_tower, text_tower and head in float32 with the renamed weights, which determine the image tower's size.
+    """Return image_tower, text_tower and head in float32 with the renamed weights, which give the image tower's size.
 
     Raises:
         UserError: weights are missing or unexpected, or their shapes differ from med_config.json.

@@ -89,7 +89,7 @@ def load_detector(reward: str, detector: str) -> tuple[Any, Any]:
 
 
 def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, device: torch.device) -> nn.Module:
-    """open_clip's ``architecture`` in float32 on the device, with the file's weights under "state_dict".
+    """Return open_clip's ``architecture`` in float32 on the device, with the file's weights under "state_dict".
 
     ``pretrained`` is a .pt file, or a folder or hub id with ``file``.
 

@@ -84,7 +84,7 @@ def text_in_quotes(prompt: str) -> str:
 
 
 def similarity(read: str, target: str) -> float:
-    """max(0, 1 - distance / length of the target), 1 if ``read`` contains it; both ``plain``."""
+    """Return max(0, 1 - distance / length of the target), 1 if ``read`` contains it; both ``plain``."""
     read, target = plain(read), plain(target)
     return 1.0 if target in read else max(0.0, 1 - float(edit_distance(read, target)) / len(target))
 

@@ -18,12 +18,12 @@ from torchvision.transforms.functional import normalize
 
 
 def eight_bits(images: Tensor) -> Tensor:
-    """Images in float32, clipped to [0, 1] and rounded to multiples of 1/255."""
+    """Return images in float32, clipped to [0, 1] and rounded to multiples of 1/255."""
     return (images.float().clamp(0, 1) * 255).round() / 255
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:
-    """Images [B, 3, H, W] resized to float32 [B, 3, height, width]: antialiased bicubic, PIL's kernel."""
+    """Return images [B, 3, H, W] resized to float32 [B, 3, height, width]: antialiased bicubic, PIL's kernel."""
     return F.interpolate(images, (height, width), mode="bicubic", antialias=True, align_corners=False)
 
 
@@ -37,7 +37,7 @@ class CropToSquare(NamedTuple):
     std: list[float]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in [0, 1] resized, cropped and normalised to float32 [B, 3, height, width]."""
+        """Return images [B, 3, H, W] in [0, 1] resized, cropped and normalised to float32 [B, 3, height, width]."""
         old_high, old_wide = images.shape[-2:]
         short = min(old_high, old_wide)
         # transformers and torchvision round the longer side down.
@@ -49,7 +49,7 @@ class CropToSquare(NamedTuple):
 
 
 def pad_to_square(images: Tensor, side: int) -> Tensor:
-    """Images [B, 3, H, W] in [0, 1] resized and padded to float32 [B, 3, S, S].
+    """Return images [B, 3, H, W] in [0, 1] resized and padded to float32 [B, 3, S, S].
 
     The longest side becomes S, and black fills the rest on both sides. Normalisation comes after padding, as published.
     """

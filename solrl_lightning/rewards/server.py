@@ -93,7 +93,7 @@ async def read_body(request: Request, token: str, max_bytes: int) -> bytes:
 
 
 def decode(body: bytes, max_images: int, max_pixels: int) -> tuple[Tensor, Batch]:
-    """Images [B, 3, H, W] in [0, 1] of a request, and the request. Raises ``UserError`` for an invalid one."""
+    """Return images [B, 3, H, W] in [0, 1] of a request, and the request. Raises ``UserError`` for an invalid one."""
     try:
         batch = Batch.model_validate_json(body)
     except ValidationError as error:
@@ -125,7 +125,7 @@ def pixels(png: bytes, max_pixels: int) -> Tensor:
 
 
 def score_batch(rewards: WeightedRewards, images: Tensor, batch: Batch) -> Tensor:
-    """Weighted sums, float32 [B]; raises as ``Reward.__call__`` and ``Reward.check_prompts`` do."""
+    """Return the weighted sums, float32 [B]; raises as ``Reward.__call__`` and ``Reward.check_prompts`` do."""
     rows = batch.metadata or [{} for _ in batch.prompts]
     metadata: list[Metadata] = [  # a path in a request opens no file here
         {key: value for key, value in row.items() if key != INPUT_IMAGE} for row in rows

@@ -76,7 +76,7 @@ class ShapesReward(Reward):
             parse_caption(prompt)
 
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """Scores, float32 [B] in [0, 1]. Raises ``UserError`` for a prompt that is no shapes caption."""
+        """Return scores, float32 [B] in [0, 1]. Raises ``UserError`` for a prompt that is no shapes caption."""
         objects, relation, purity = _terms(self._measure(images, prompts))
         return purity * (0.6 * objects + 0.4 * relation)
 
@@ -155,6 +155,6 @@ def _all_right(measured: Measured) -> Tensor:
 
 
 def _rise(x: Tensor, low: float, high: float) -> Tensor:
-    """Smooth step, 3 u^2 - 2 u^3, from 0 at ``low`` to 1 at ``high``."""
+    """Return the smooth step, 3 u^2 - 2 u^3, from 0 at ``low`` to 1 at ``high``."""
     u = ((x - low) / (high - low)).clamp(0, 1)
     return u * u * (3 - 2 * u)

@@ -27,18 +27,18 @@ class TwoTowers(Reward):
 
     @abstractmethod
     def embed_images(self, images: Tensor) -> Tensor:
-        """Embeddings [B, D] of images [B, 3, H, W] in [0, 1] on the reward's device."""
+        """Return embeddings [B, D] of images [B, 3, H, W] in [0, 1] on the reward's device."""
 
     @abstractmethod
     def embed_texts(self, prompts: list[str]) -> Tensor:
-        """Embeddings [U, D] of prompts."""
+        """Return embeddings [U, D] of prompts."""
 
     def embeddings(self, images: Tensor) -> Tensor:
-        """Embeddings, float32 [B, D], of images [B, 3, H, W] in [0, 1] on any device."""
+        """Return embeddings, float32 [B, D], of images [B, 3, H, W] in [0, 1] on any device."""
         return torch.cat([self.embed_images(part.to(self.device)).float() for part in images.split(_CHUNK)])
 
     def cosine(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """Cosines, float32 [B], of each image with its prompt. Embeds equal prompts once."""
+        """Return cosines, float32 [B], of each image with its prompt. Embeds equal prompts once."""
         texts, place = unique_prompts(prompts)
         image_features = self.embeddings(images)
         parts = [texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK)]

@@ -87,7 +87,7 @@ class WeightedRewards:
             reward.try_out(image.clone(), prompt.text, prompt.metadata)
 
     def __call__(self, images: Tensor, prompts: list[Prompt]) -> Tensor:
-        """Raw scores, float32 [B, R], in the order of ``rewards``; raises as ``Reward.__call__`` does.
+        """Return raw scores, float32 [B, R], in the order of ``rewards``; raises as ``Reward.__call__`` does.
 
         Each of several rewards gets its own copy of the images, which it may change in place. The scores of videos
         [B, F, 3, H, W] are the means of those of their ``frames``.
@@ -129,7 +129,7 @@ class WeightedRewards:
         return (scored.flatten(0, 1), [prompt for prompt in prompts for _ in range(each)]), each
 
     def total(self, scores: Tensor) -> Tensor:
-        """Weighted sum [...] of scores [..., R]."""
+        """Return the weighted sum [...] of scores [..., R]."""
         return weighted_sum(scores, self._weights(scores))
 
     def merits(self, scores: Tensor) -> Tensor:

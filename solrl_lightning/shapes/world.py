@@ -70,7 +70,7 @@ def parse_caption(caption: str) -> Scene:
 
 
 def all_scenes() -> list[Scene]:
-    """All 1080 scenes of the grammar (30 ordered colour pairs x 9 shape pairs x 4 relations) in a fixed order."""
+    """Return all 1080 scenes (30 ordered colour pairs x 9 shape pairs x 4 relations) in a fixed order."""
     return [
         Scene((c1, s1), relation, (c2, s2))
         for (c1, c2), s1, s2, relation in product(permutations(COLOURS, 2), SHAPES, SHAPES, RELATIONS)
@@ -95,7 +95,8 @@ def train_captions() -> list[str]:
 
 
 def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SIZE) -> Tensor:
-    """Share [B, size, size] of each pixel inside a shape, by the signed distance of the pixel's centre (antialiased).
+    """Return the share [B, size, size] of each pixel inside a shape, by the signed distance of the pixel's centre
+    (antialiased).
 
     ``shape`` [B] are indices into ``SHAPES``, ``centre`` [B, 2] the centroids (x, y) and ``radius`` [B] the radii of
     discs of equal area, in pixels.

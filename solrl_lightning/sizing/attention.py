@@ -130,7 +130,7 @@ def _with_kernel(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor)
 
 
 def _has(kernel: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> bool:
-    """Whether PyTorch has this kernel for the device and the shape."""
+    """Return whether PyTorch has this kernel for the device and the shape."""
     try:
         _sample(kernel, operands)
     except RuntimeError:
@@ -156,7 +156,9 @@ def _exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _error(kernel: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> float:
-    """Largest error of one image's first queries relative to the largest output, against softmax(q k^T / sqrt(D)) v."""
+    """Return the largest error of one image's first queries relative to the largest output, against softmax(q k^T /
+    sqrt(D)) v.
+    """
     query, key, value = (operand[:1].float() for operand in operands)
     exact = _exact(query[:, :, :_COMPARED], key, value)
     result = kernel(*operands)[:1, :, :_COMPARED].float()
@@ -164,7 +166,7 @@ def _error(kernel: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> float
 
 
 def _gradient_error(kernel: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> float:
-    """Largest error of the gradients of one image's first heads relative to the largest of their operand."""
+    """Return the largest error of the gradients of one image's first heads relative to the largest of their operand."""
     heads = tuple(operand[:1, :_HEADS].detach().float().requires_grad_() for operand in operands)
     errors = [
         ((gradient[:1, :_HEADS].float() - exact).abs().max() / exact.abs().max()).item()

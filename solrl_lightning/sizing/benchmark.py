@@ -52,7 +52,7 @@ def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
 
 @torch.no_grad()
 def forward_times(cfg: Run, device: torch.device) -> dict[str, Any]:
-    """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
+    """Return the median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     release(device)
     module = build_module(cfg, prompt_sets(cfg), device, {SHADOW})
     module.requantize(version=0)
@@ -116,7 +116,7 @@ def times_of_families(families: dict[str, Run], rounds: int, device: torch.devic
 
 
 def family_times(cfg: Run, runs: list[list[Lap]], memory: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
+    """Return the median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
     laps = [lap for _, *timed in runs for lap in timed]
     stages = {name: median(lap[name] for lap in laps) for name in (*STOPWATCH_STAGES, "iteration")}
     rollout = median(sum(lap[stage] for stage in ROLLOUT) for lap in laps)
@@ -134,7 +134,7 @@ def family_times(cfg: Run, runs: list[list[Lap]], memory: Mapping[str, Any], dev
 
 
 def with_speedups(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """``families`` with the speedup of the rollout and of the iteration over each baseline."""
+    """Return ``families`` with the speedup of the rollout and of the iteration over each baseline."""
     baselines = [name for name in _BASELINES if name in families]
     spans = ("rollout", "iteration")
     return {

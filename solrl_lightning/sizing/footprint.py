@@ -65,7 +65,7 @@ class Footprint(NamedTuple):
     latents: Mapping[str | None, Latents]  # by the option ``family``
 
     def peak(self, options: Options) -> int:
-        """Bytes of the weights and of the stage that needs most; decoding overlaps with sampling."""
+        """Return the bytes of the weights and of the stage that needs most; decoding overlaps with sampling."""
         family, base_weights, encode_on, checkpointing, rows, sampled, images = (options[key] for key in OPTIONS)
         weights = self.policy[base_weights] + self.others + (self.shadow if family is None else 0)
         encoding = self.text_encoders if encode_on == "device" else 0
@@ -133,7 +133,7 @@ def overrides(options: Options, most: Options) -> list[str]:
 
 
 def latent_bytes(stages: Sequence[Stage], pool: int, keep: int, transitions: int, one: int) -> Latents:
-    """Bytes of all candidates' latents in an iteration, if one candidate's are ``one``.
+    """Return the bytes of all candidates' latents in an iteration, if one candidate's are ``one``.
 
     The last stage, and one that the next continues, hold x and x0 of each candidate, which are one tensor at the end of
     a trajectory without noise, and the path of ``transitions`` recorded steps. They join the chunks of each into a new
@@ -155,18 +155,19 @@ def latent_bytes(stages: Sequence[Stage], pool: int, keep: int, transitions: int
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers."""
+    """Return the bytes of a module's parameters and buffers."""
     return sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
 
 
 def separate_bytes(modules: Iterable[nn.Module], shared: Iterable[Tensor]) -> int:
-    """Bytes of the parameters of several modules, each once and without the ``shared`` ones."""
+    """Return the bytes of the parameters of several modules, each once and without the ``shared`` ones."""
     tensors = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     return sum(tensors[key].nbytes for key in tensors.keys() - {id(parameter) for parameter in shared})
 
 
 def gathered_bytes(transformer: nn.Module, blocks: Sequence[nn.Module], with_gradients: bool) -> int:
-    """Bytes that a rank of trainer=fsdp holds of whole weights: those outside of the blocks, a block and the next one.
+    """Return the bytes that a rank of trainer=fsdp holds of whole weights: those outside of the blocks, a block and the
+    next one.
 
     ``with_gradients``: of these weights, too, and for a block their float32 copies that are reduced.
     """
@@ -178,20 +179,20 @@ def gathered_bytes(transformer: nn.Module, blocks: Sequence[nn.Module], with_gra
 def replica_bytes(
     weights: Mapping[str, Tensor], replaced: Collection[str], quantized: Collection[str] = (), bits: float = 16
 ) -> int:
-    """Bytes of the ``weights`` that a replica owns: the quantised ones at ``bits``, and others that it replaces."""
+    """Return the bytes of the ``weights`` that a replica owns: quantised ones at ``bits``, and others it replaces."""
     packed = sum(weights[name].numel() for name in quantized) * bits / 8
     return math.ceil(packed) + sum(weights[name].nbytes for name in replaced if name not in quantized)
 
 
 def stored_bytes(whole: int, layers: Iterable[nn.Linear]) -> dict[str, int]:
-    """Bytes of a transformer of ``whole`` bytes whose frozen ``layers`` are stored, by ``base_weights``."""
+    """Return the bytes of a transformer of ``whole`` bytes whose frozen ``layers`` are stored, by ``base_weights``."""
     weights = [layer.weight for layer in layers]
     others, stored = whole - sum(weight.nbytes for weight in weights), sum(weight.numel() for weight in weights)
     return {name: others + math.ceil(stored * bits / 8) for name, bits in STORAGE_BITS.items()} | {"bfloat16": whole}
 
 
 def encoder_bytes(architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> int:
-    """Bytes of the text encoders in their dtypes."""
+    """Return the bytes of the text encoders in their dtypes."""
     parts = {name: part for name, part in architecture.components.items() if name.startswith("text_encoder")}
     return sum(
         bytes_of(build_component(part, "meta", dtypes.get(name, dtypes["default"]))) for name, part in parts.items()

@@ -133,7 +133,8 @@ def judge_backends(check: str, chosen: str, seconds: Mapping[str, float], failur
 
 
 def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, limit: float | None = None) -> float:
-    """Largest error of y [M, N] relative to the largest output; the reference is the product of quantised operands.
+    """Return the largest error of y [M, N] relative to the largest output; the reference is the product of quantised
+    operands.
 
     ``limit``: of a layer whose input has a constant scale.
     """

@@ -154,7 +154,7 @@ def without_files(cfg: Run) -> Run:
 
 
 def pool_latents(cfg: Run, shape: Sequence[int], sigmas: Sigmas, devices: int = 1) -> Latents:
-    """Bytes of the latents of an iteration of ``cfg`` on one of ``devices``; one candidate's have ``shape``."""
+    """Return the bytes of the latents of an iteration on one of ``devices``; one candidate's have ``shape``."""
     objective = build_objective(cfg.objective)
     stages, prompts = cfg.family.stages(sigmas, objective.solver), math.ceil(cfg.prompts_per_iteration / devices)
     transitions = len(objective.transitions(stages[-1].steps, 0))
@@ -162,7 +162,7 @@ def pool_latents(cfg: Run, shape: Sequence[int], sigmas: Sigmas, devices: int = 
 
 
 def layer_statistics(layers: Sequence[LayerPlan]) -> Json:
-    """Numbers of linear layers that the shadow quantises and keeps, and the share of the weights that it quantises."""
+    """Return the numbers of linear layers that the shadow quantises and keeps, and the share of weights quantised."""
     quantized = [layer for layer in layers if layer.quantized]
     weights, all_weights = (sum(p.in_features * p.out_features for p in part) for part in (quantized, layers))
     return {
@@ -184,7 +184,7 @@ def cards_of(task: PlanOptions, device: torch.device) -> list[Card]:
 
 
 def on_card(plan: Plan, card: Card, backend: Backend, task: PlanOptions) -> Json:
-    """Arguments that fit ``card``, whose shadow is in ``backend``, with ``task.reserve`` GB left; or come nearest."""
+    """Return arguments that fit ``card``, its shadow in ``backend``, with ``task.reserve`` GB left; or come nearest."""
     footprint = plan.footprint._replace(shadow=plan.shadows[backend])
     options = fit(footprint, plan.options, room := round((card.memory - task.reserve) * 1e9))
     if footprint.settled(unsettled := {**options, RECOMPUTED: plan.options[RECOMPUTED]}, room) == options:

@@ -29,7 +29,7 @@ Lap = Mapping[str, float]  # seconds of STOPWATCH_STAGES, 0 for one that did not
 def alternate(
     calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, limit: float = math.inf
 ) -> dict[str, list[float]]:
-    """Seconds of each call, round by round, so that a disturbance affects all calls.
+    """Return the seconds of each call, round by round, so that a disturbance affects all calls.
 
     limit: seconds after which no round but the first three begins.
     """
@@ -45,7 +45,7 @@ def alternate(
 
 
 def least_seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """Minimum seconds of each call, without its first. Other load can only increase a time."""
+    """Return the minimum seconds of each call, without its first. Other load can only increase a time."""
     seconds = alternate(calls, device, 1 + _ROUNDS, limit=_SECONDS)
     return {name: min(values[1:]) for name, values in seconds.items()}
 
@@ -55,7 +55,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list[Lap]:
-    """One iteration of warm-up and ``task.repeats`` others, without callbacks except requantisation and observers."""
+    """Run an iteration of warm-up and ``task.repeats`` others, with requantisation and the observers as callbacks."""
     release(device)
     timings = StageTimings()
     trainer: Trainer = instantiate(
@@ -93,7 +93,7 @@ def release(device: torch.device) -> None:
 
 
 def _now(device: torch.device) -> float:
-    """Seconds on the clock after all launched work is done."""
+    """Return the seconds on the clock after all launched work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

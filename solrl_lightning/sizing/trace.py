@@ -33,7 +33,7 @@ class Passes(NamedTuple):
 
 
 def count_tokens(run: Callable[[], Any], module: nn.Module) -> dict[str, int]:
-    """Tokens that each linear layer and convolution of ``module`` returns in ``run()``, by name."""
+    """Return the tokens that each linear layer and convolution of ``module`` returns in ``run()``, by name."""
     tokens: Counter[str] = Counter()
 
     def count(name: str, layer: nn.Linear | nn.Conv2d, inputs: tuple[Tensor, ...], output: Tensor) -> None:

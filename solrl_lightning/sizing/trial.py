@@ -54,14 +54,14 @@ def judge_memory(footprint: Footprint, options: Options, total: int, parts: Mapp
 
 
 def run_files(cfg: Run) -> dict[str, str]:
-    """key -> path or hub id of a run's files. The embedded model and random weights need none."""
+    """Return the paths or hub ids of a run's files by key. The embedded model and random weights need none."""
     names = ["pretrained", "preview_decoder", "transformer_weights"] if cfg.model.weights == "pretrained" else []
     models = {f"model.{name}": getattr(cfg.model, name) for name in names}
     return {key: source for key, source in models.items() if source not in (None, "tiny")} | reward_files(cfg)
 
 
 def reward_files(cfg: Run) -> dict[str, str]:
-    """key -> path or hub id of the rewards' files."""
+    """Return the paths or hub ids of the rewards' files by key."""
     files: dict[str, str] = {}
     for name, member in cfg.reward.members.items():
         if "pretrained" in member and cfg.reward.pretrained is not None:

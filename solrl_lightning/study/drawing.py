@@ -61,7 +61,7 @@ class Chart(NamedTuple):
 
 
 def cost_axis(cost: str, largest: float) -> tuple[str, float]:
-    """Label and divisor of the axis of a cost: "iteration", "evaluations", "seconds" or "simulated_seconds"."""
+    """Return label and divisor of the axis of a cost: "iteration", "evaluations", "seconds", "simulated_seconds"."""
     if cost == "iteration":
         return ITERATIONS, 1
     if cost.endswith("seconds"):
@@ -71,7 +71,7 @@ def cost_axis(cost: str, largest: float) -> tuple[str, float]:
 
 
 def line_styles(series: Sequence[Series]) -> list[tuple[str, str]]:
-    """Key of ``COLOURS`` and SVG dashes of each series."""
+    """Return a key of ``COLOURS`` and SVG dashes for each series."""
     numbers = iter(range(len(series)))
     rounds = [None if line.is_reference else divmod(next(numbers), len(_OF_LINES)) for line in series]
     return [("ink", "") if turn is None else (_OF_LINES[turn[1]], _DASHES[turn[0] % len(_DASHES)]) for turn in rounds]

@@ -235,7 +235,7 @@ def error_in(row: Mapping[str, Any], reward: str, key: str = "standard_error") -
 
 
 def sample_size(facts: Mapping[str, Any]) -> str:
-    """How many images an evaluation is a mean of, and what its errors are."""
+    """Return how many images an evaluation is a mean of, and what its errors are."""
     size = facts["held_out"]
     images = size["prompts"] * size["images_per_prompt"]
     text = f"Means over {images} images: {size['prompts']} held-out prompts, {size['images_per_prompt']} images each."
@@ -423,7 +423,7 @@ def rank_section(history: Rows) -> Section:
 
 
 def training_section(history: Rows) -> Section:
-    """All that an iteration logs and no other section shows."""
+    """Return all that an iteration logs and no other section shows."""
     names = [n for n in names_of(history) if not n.startswith(("reward/", "explore/", "rank/", "time/", "eval/"))]
     names.sort(key=lambda name: (name != "train/loss", name != "train/kl", name != "train/grad_norm", name))
     text = ["The value of an iteration: the mean over its micro-batches and ranks. Losses have no unit."]
@@ -506,7 +506,7 @@ def recorded_command(record: Path) -> str:
 
 
 def names_of(history: Rows) -> list[str]:
-    """Tags in the order of their first appearance."""
+    """Return the tags in the order of their first appearance."""
     return list(dict.fromkeys(name for row in history for name in row if name != "iteration"))
 
 

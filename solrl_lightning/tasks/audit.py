@@ -85,7 +85,8 @@ class Scored(NamedTuple):
 
 
 def audit(cfg: Run) -> dict[str, Any]:
-    """Rank fidelity of every explorer of ``cfg.task.proxies``, of the base, ``cfg.ckpt`` or model.init_lora.
+    """Measure the rank fidelity of every explorer of ``cfg.task.proxies``, of the base, ``cfg.ckpt`` or
+    model.init_lora.
 
     Writes audit.json and audit.png, fidelity against cost.
     """
@@ -381,7 +382,7 @@ def _is_kept(override: str) -> bool:
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """PNG: Spearman's correlation of every proxy against its cost, as a share of the truth's."""
+    """Draw Spearman's correlation of every proxy against its cost, as a share of the truth's; return a PNG file."""
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
     precisions = [*dict.fromkeys(row["precision"] for row in result["proxies"])]

@@ -82,7 +82,7 @@ def _number(value: float, digits: int = 2) -> str:
 
 
 def interval_of(value: Mapping[str, float]) -> str:
-    """``1.31 [1.25, 1.37]``; "-" for NaN."""
+    """Return ``1.31 [1.25, 1.37]``; "-" for NaN."""
     mean, low, high = (value[name] for name in ("mean", "low", "high"))
     if math.isnan(mean):
         return "-"

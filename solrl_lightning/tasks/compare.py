@@ -86,7 +86,7 @@ def choose_reference(groups: Sequence[Group], wanted: Any) -> Group:
 
 
 def describe_plateau(reference: Group) -> dict[str, Any]:
-    """Means over the seeds of base and plateau, and whether the curve has levelled off.
+    """Return means over the seeds of base and plateau, and whether the curve has levelled off.
 
     ``rise`` is that within the last third, as a share of the progress; None if it, and ``levelled_off``, are not known.
     """
@@ -103,7 +103,7 @@ def describe_plateau(reference: Group) -> dict[str, Any]:
 
 
 def describe(group: Group, reference: Group) -> dict[str, Any]:
-    """Means over the seeds of a group, and its differences and its speed-up to the reference group."""
+    """Return means over the seeds of a group, and its differences and its speed-up to the reference group."""
     final, theirs, plateaus = group.finals, reference.finals, reference.plateaus
     compared = [] if group is reference else [seed for seed in final if seed in theirs]
     paired = {seed: final[seed] - theirs[seed] for seed in compared}
@@ -134,7 +134,7 @@ def describe(group: Group, reference: Group) -> dict[str, Any]:
 
 
 def describe_cost(group: Group, reference: Group, cost: str) -> dict[str, Any]:
-    """Cost at which a group reaches each of ``POINTS`` of the reference's progress.
+    """Return the cost at which a group reaches each of ``POINTS`` of the reference's progress.
 
     There are no points if no run records the cost, or the reference made no progress. A cost is None where it is beyond
     ``spent``, that of the last evaluation.
@@ -155,7 +155,7 @@ def _probe(summary: Mapping[str, Any], which: str) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> dict[str, float | None] | None:
-    """Mean and sample standard deviation of the values that are known; None if none is."""
+    """Return the mean and sample standard deviation of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return {"mean": mean_of(known).mean, "std": mean_of(known).std} if known else None
 
@@ -230,7 +230,7 @@ def costs_to_plateau(result: Mapping[str, Any], cost: str) -> Section:
 
 
 def plateau_notes(result: Mapping[str, Any]) -> list[str]:
-    """Sentences on what the shares mean, whether the reference has levelled off, and runs that record no cost."""
+    """Return sentences on the meaning of shares, on whether the reference levels off, and on runs without a cost."""
     base, level, rise = result["base"], result["plateau"], result["rise"]
     before, reached = numbers([base, level])
     notes = [

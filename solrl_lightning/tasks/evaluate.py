@@ -155,7 +155,7 @@ def in_order(ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
 
 
 def compare_models(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
-    """Means of scores [M, P, n] by model and, with two models, the difference and the win rate of the trained one."""
+    """Return means of scores [M, P, n] by model and, of two models, difference and win rate of the trained one."""
     result: dict[str, Any] = {name: over_prompts(score)._asdict() for name, score in zip(models, scores, strict=True)}
     if len(scores) > 1:
         base, trained = scores
@@ -165,17 +165,17 @@ def compare_models(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
 
 
 def over_prompts(scores: Tensor) -> Mean:
-    """Mean of scores [P, n] with its error over prompts."""
+    """Return the mean of scores [P, n] with its error over prompts."""
     return mean_of(scores.mean(dim=1).tolist())
 
 
 def win_rate(ours: Tensor, theirs: Tensor) -> float:
-    """Share of images [P, n] with a higher score than their counterparts; a tie counts as half a win."""
+    """Return the share of images [P, n] with a higher score than their counterparts; a tie counts as half a win."""
     return ((ours > theirs).double() + 0.5 * (ours == theirs).double()).mean().item()
 
 
 def to_csv(evaluation: Evaluation, models: Sequence[str], scores: Tensor) -> str:
-    """CSV of scores [M, P, n, R] with one line per image: prompt, seed, and every score of every model."""
+    """Return CSV of scores [M, P, n, R] with one line per image: prompt, seed, and every score of every model."""
     prompts = identities(evaluation.prompts)
     seeds = evaluation_seeds(evaluation.seed, prompts, evaluation.images)
     text = io.StringIO()
@@ -187,7 +187,7 @@ def to_csv(evaluation: Evaluation, models: Sequence[str], scores: Tensor) -> str
 
 
 def draw(evaluation: Evaluation, models: Sequence[str], scored: Sequence[Scored]) -> Image.Image:
-    """Grid of scored images: a row per prompt, a block of columns per model, the total score below each image."""
+    """Draw a grid of scored images: a row per prompt, a block of columns per model, the total score below each."""
     rows = []
     for prompt, (scores, pictures) in zip(evaluation.prompts, scored, strict=True):
         if pictures is not None:
@@ -223,7 +223,7 @@ def format_evaluation(result: dict[str, Any], folder: Path) -> str:
 
 
 def format_tags(tags: Mapping[str, dict[str, dict[str, Any]]]) -> str:
-    """Table of mean scores with a line per kind of prompt and a column per reward and model."""
+    """Return the table of mean scores with a line per kind of prompt and a column per reward and model."""
     first = next(iter(tags.values()))
     columns = [(reward, model) for reward, means in first.items() for model in ("base", "trained") if model in means]
     rows = [[tag, *(means[reward][model]["mean"] for reward, model in columns)] for tag, means in tags.items()]

@@ -71,7 +71,7 @@ def generate(cfg: Run) -> dict[str, Any]:
 
 
 def requested_seeds(cfg: Run, prompts: list[Prompt]) -> Tensor:
-    """Seeds, int64 [P, n]: ``task.seeds`` for every prompt if given, otherwise the seeds of evaluations."""
+    """Return seeds, int64 [P, n]: ``task.seeds`` for every prompt if given, otherwise the seeds of evaluations."""
     task = cfg.task_as(Generate)
     if task.seeds is None:
         return evaluation_seeds(cfg.seed, identities(prompts), task.images)

@@ -141,5 +141,5 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
 
 
 def _si(number: float) -> str:
-    """Bytes in millions (M) or thousands of millions (G)."""
+    """Return the bytes in millions (M) or thousands of millions (G)."""
     return f"{number / 1e9:.2f} G" if number >= 1e9 else f"{number / 1e6:.2f} M"

@@ -98,7 +98,7 @@ def prove(cfg: Run) -> dict[str, Any]:
 
 @contextmanager
 def _line_at_interrupt(line: str) -> Iterator[None]:
-    """Where Ctrl-C and SIGTERM print a line before they end this process."""
+    """Print a line at Ctrl-C and SIGTERM before they end this process."""
 
     def terminate(*_: object) -> NoReturn:
         raise SIGTERMException

@@ -159,7 +159,7 @@ def planned_seconds(cfg: Run, module: SolRLModule, hardware: Hardware, ranks: in
 def _check_state(
     ckpt: str, checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimizer, loop: ExploreTrainLoop
 ) -> None:
-    """UserError unless Lightning will be able to restore the training state of ``checkpoint``.
+    """Raise UserError unless Lightning will be able to restore the training state of ``checkpoint``.
 
     Tries it: what a checkpoint lacks that is not as a run writes it would end in errors of all kinds.
     """
