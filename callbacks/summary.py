@@ -17,7 +17,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import solrl_lightning
 from solrl_lightning.artifacts.files import finite_only, iterations_done, read_checkpoint, write_atomically
-from solrl_lightning.artifacts.formatting import counted, difference, gibibytes, number, numbers, two_decimals
+from solrl_lightning.artifacts.formatting import (
+    counted,
+    difference,
+    gibibytes,
+    number,
+    numbers,
+    path_option,
+    two_decimals,
+)
 from solrl_lightning.artifacts.loggers import trackers_of
 from solrl_lightning.artifacts.run_folder import BEST, LAST, RECORD
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint
@@ -290,9 +298,10 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     rows.append(("peak memory", memory + ("" if reserved is None else f", {gibibytes(reserved)} reserved")))
     rows.append(("run folder", facts["paths"]["run"] + (", with report.html" if "report" in facts["paths"] else "")))
     if facts["status"] == "completed":
-        longer = f"ckpt=last iterations={2 * facts['iterations']}"
+        folder = facts["paths"]["run"]
+        longer = f"ckpt=last {path_option('hydra.run.dir', folder)} iterations={2 * facts['iterations']}"
         doubt = "task=audit says which family a next run should have; " if "explore" in medians else ""
-        use = "task=generate ckpt=last and task=export ckpt=last use the result"
+        use = f"task=generate and task=export use the result, {path_option('ckpt', f'{folder}/{LAST}')}"
         rows.append(("next", f"{doubt}{longer} trains on; {use}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])

@@ -97,7 +97,8 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     whole, explore, sample = (medians[name]["median"] or 0.0 for name in ("iteration", "explore", "regenerate"))
     cost = whole / (whole - explore - sample + 1.5 * sample)
     assert summary["selection"] == pytest.approx({"gain": ratio**0.8, "cost": cost, "probes": 3})
-    assert "a next run should have; ckpt=last iterations=6 trains on" in printed
+    assert f"a next run should have; ckpt=last hydra.run.dir={tmp_path} iterations=6 trains on" in printed
+    assert f"use the result, ckpt={tmp_path}/checkpoints/last.ckpt\n" in printed
     assert f"{tmp_path}, with report.html\n" in printed and "reserved" not in printed
     names = "status, shapes reward, alarms, an iteration, exploring, proxy spearman, precision, peak memory"
     assert (
