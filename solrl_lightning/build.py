@@ -161,9 +161,10 @@ def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_n
     callbacks = [*callbacks_by_name.values()]
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
     loggers = [Tracker(name, logger) for name, logger in _made_each("logger", logger_nodes, Logger).items()]
-    # Lightning adds its own ModelCheckpoint, in the logger's folder, where there is none.
-    checkpoints = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    trainer = instantiate_trainer(node, logger=loggers or False, callbacks=callbacks, enable_checkpointing=checkpoints)
+    # Lightning adds its own ModelCheckpoint, in the logger's folder, and its own bar where there is none.
+    kinds = {"enable_checkpointing": Checkpoint, "enable_progress_bar": ProgressBar}
+    has = {name: any(isinstance(callback, kind) for callback in callbacks) for name, kind in kinds.items()}
+    trainer = instantiate_trainer(node, logger=loggers or False, callbacks=callbacks, **has)
     trainer.strategy.checkpoint_io = WholeCheckpointIO()
     return trainer
 

@@ -130,6 +130,11 @@ def test_an_optimiser_of_ones_own_passes(compose: Compose, arguments: tuple[str,
     check_machine(compose(*arguments))
 
 
+def test_a_run_without_the_callback_progress_has_no_bar(compose: Compose) -> None:
+    assert trainer_of(compose("trainer=cpu")).progress_bar_callback is not None
+    assert trainer_of(compose("trainer=cpu", "~callbacks.progress")).progress_bar_callback is None
+
+
 def test_loggers_are_composed_by_name(compose: Compose) -> None:
     def names(*arguments: str) -> list[str]:
         trainer = trainer_of(compose("trainer=cpu", *arguments))

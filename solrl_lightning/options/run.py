@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from typing_extensions import is_typeddict
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import SHADOW, Storage, TrainingSampler
@@ -133,11 +134,14 @@ class Run(Group):
 
     @classmethod
     def defaults(cls, parent: str) -> list[str]:
-        """Return the keys of the group ``parent`` that have a value where no file gives them one."""
+        """Return the keys of the group ``parent`` that a run may leave out of its files and has a rule for."""
         group: type[Group] = cls
         for part in parent.split("."):
             field = group.model_fields.get(part)
-            below = None if field is None else group_of(field.annotation)
+            kind: Any = None if field is None else field.annotation
+            if is_typeddict(kind):
+                return sorted(kind.__optional_keys__)
+            below = None if kind is None else group_of(kind)
             if below is None:
                 return []
             group = below

@@ -1,12 +1,13 @@
 """``trainer``: Lightning's Trainer. One epoch is one iteration."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
+from pydantic import PlainValidator
 from typing_extensions import Required, TypedDict
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.options.rules import NODE, Count, is_whole, must_be, one_of
+from solrl_lightning.options.rules import NODE, Broken, Count, is_whole, must_be, one_of
 
 SHARDED = "solrl_lightning.training.sharding.ShardedBase"
 _STRATEGIES = ("auto", "single_device", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
@@ -39,6 +40,19 @@ Strategy = must_be(
 )
 
 
+def _made_of(group: str, fix: str) -> PlainValidator:
+    """Return the check of an argument that the program makes of a ``group`` of its own, so that no value has effect."""
+
+    def check(value: Any) -> NoReturn:
+        raise Broken(f"the program makes it of the group {group}.", fix=fix)
+
+    return PlainValidator(check)
+
+
+_NO_BAR = "Leave it out, or remove the bar with ~callbacks.progress."
+_OF_CALLBACKS = "Add one with +callbacks.<name>._target_=<class>, or remove one with ~callbacks.<name>."
+
+
 class Trainer(TypedDict, total=False):
     """Its other arguments do what Lightning documents."""
 
@@ -61,6 +75,20 @@ class Trainer(TypedDict, total=False):
     """Follows from ``evaluation.every``."""
     limit_train_batches: Annotated[float | None, must_be("1.0", _is(None, 1.0), f"{_ONE_STEP}.")]
     """All of them."""
+    overfit_batches: Annotated[float, must_be("0.0", _is(0, 0.0), f"{_ONE_STEP}.")]
+    """None of them alone."""
+    fast_dev_run: Annotated[Any, must_be("false", _is(False), f"{_ONE_STEP}, or use experiment=smoke.")]
+    """Limits batches, epochs, loggers and checkpoints."""
+    val_check_interval: Annotated[float | None, must_be("1.0", _is(None, 1.0), "Set evaluation.every=<iterations>.")]
+    """Follows from ``evaluation.every``."""
+    logger: Annotated[Any, _made_of("logger", "Choose one with logger=<option>, as logger=none.")]
+    """Follows from the group."""
+    callbacks: Annotated[Any, _made_of("callbacks", _OF_CALLBACKS)]
+    """Follows from the group."""
+    enable_checkpointing: Annotated[Any, _made_of("callbacks", "Leave it out: a run resumes by its checkpoint.")]
+    """Follows from the callbacks."""
+    enable_progress_bar: Annotated[Any, _made_of("callbacks", _NO_BAR)]
+    """Follows from the callbacks."""
 
 
 def named_devices(trainer: Trainer) -> list[int]:

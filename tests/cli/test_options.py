@@ -60,6 +60,14 @@ trainer.strategy=deepspeed       | Use trainer.strategy=ddp
 +trainer.accumulate_grad_batches=2 | or set model.micro_batch=<rows>
 +trainer.check_val_every_n_epoch=5 | Set evaluation.every=<iterations>
 +trainer.limit_train_batches=1   | trainer.limit_train_batches=1 is invalid: it must be 1.0
+trainer.accumulate_grad_batches=2 | or set model.micro_batch=<rows>
+trainer.overfit_batches=1        | trainer.overfit_batches=1 is invalid: it must be 0.0. An iteration takes
+trainer.fast_dev_run=true        | or use experiment=smoke.
+trainer.val_check_interval=0.5   | Set evaluation.every=<iterations>.
+trainer.logger=false             | trainer.logger=false is invalid: the program makes it of the group logger. Choose one
++trainer.callbacks=[]            | remove one with ~callbacks.<name>.
++trainer.enable_progress_bar=false | Leave it out, or remove the bar with ~callbacks.progress.
++trainer.enable_checkpointing=false | Leave it out: a run resumes by its checkpoint.
 trainer.max_epochs=5             | Leave it out, or set iterations=<number>
 ~trainer.max_epochs              | trainer.max_epochs=null is invalid
 precision.backend=foo            | with precision=auto it must be one of auto, torch, transformer_engine, emulated
