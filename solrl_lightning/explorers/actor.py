@@ -3,7 +3,6 @@
 import os
 import time
 from contextlib import suppress
-from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -31,26 +30,21 @@ class Explorer:
             raise UserError(f"{node} has solrl-lightning {__version__}, and the run {version}. Install one on both.")
         with suppress(FileNotFoundError):
             os.chdir(folder)
-        self.cfg, self._turn = cfg, Lock()
-        self._device = torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")  # Ray hides the other GPUs
-        self._weights: ray.ObjectRef | None = None  # that the sampler has
-
-    @ray.method(max_task_retries=-1)  # as often as Ray starts it again
-    def ready(self) -> str:
-        """Build the module, and return the precision of its shadow; raises what ``build_model`` does."""
-        with self._turn:
-            return self._module.transformers.precision_backend
-
-    @cached_property
-    def _module(self) -> Any:
         silence_libraries()  # of what the next line imports
         from solrl_lightning.build import build_model, build_rewards
 
         allocator.configure()
-        rewards = build_rewards(self.cfg.reward, self.cfg.model.frames, self._device)
-        module = build_model(self.cfg, self._device, self.cfg.family.exploring_samplers, rewards)
-        self._submit = module.scoring_worker().__enter__()  # for as long as the process lives
-        return module
+        self._device = torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")  # Ray hides the other GPUs
+        rewards = build_rewards(cfg.reward, cfg.model.frames, self._device)
+        self._module = build_model(cfg, self._device, cfg.family.exploring_samplers, rewards)
+        self._submit = self._module.scoring_worker().__enter__()  # for as long as the process lives
+        self._weights: ray.ObjectRef | None = None  # that the sampler has
+        self._turn = Lock()
+
+    @ray.method(max_task_retries=-1)  # as often as Ray starts it again
+    def ready(self) -> str:
+        """Return the precision of the shadow."""
+        return self._module.transformers.precision_backend
 
     @torch.no_grad()
     def sample(self, weights: list[Any], prompts: Any, owner: Any, seeds: Any, stage: Stage, state: Any) -> Any:

@@ -72,10 +72,7 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         needs.setdefault("num_gpus", min(1, int(ray.cluster_resources().get("GPU", 0))))
         always = {"max_restarts": -1, "max_concurrency": REQUESTS, "scheduling_strategy": "SPREAD"}
         actor, arguments = ray.remote(Explorer).options(**needs, **always), (_options(cfg), __version__, os.getcwd())
-        explorers = [actor.remote(*arguments) for _ in range(rank, max(options.count, ranks), ranks)]
-        for explorer in explorers:
-            explorer.ready.remote()  # loads its model while the run loads its own
-        yield explorers
+        yield [actor.remote(*arguments) for _ in range(rank, max(options.count, ranks), ranks)]
     finally:
         ray.shutdown()
         witness.communicate(b"\n")

@@ -57,7 +57,7 @@ class RaySampler:
         self._last = cfg.family.stages(model.sigmas)[-2].end  # of exploration
         self._ahead: dict[int, list[Task]] = {}  # by iteration
         self._waiting: deque[Task] = deque()
-        self._sent: dict[ray.ObjectRef, tuple[int, Task | None]] = {  # to an explorer, which has its model with None
+        self._sent: dict[ray.ObjectRef, tuple[int, Task | None]] = {  # a chunk, or None: `ready`
             explorer.ready.remote(): (number, None) for number, explorer in enumerate(explorers)
         }
         self._answering: set[int] = set()  # explorers
@@ -141,13 +141,17 @@ class RaySampler:
                 raise error.cause from error
             except (RayActorError, ObjectLostError) as error:
                 self._last_words = str(error).splitlines()[-1]
-                if task is not None:
-                    self._waiting.appendleft(task)
-                if number in self._answering:
-                    self._answering.remove(number)
-                    self._lost += 1
-                    log.warning("explorer %d is lost, and others get its candidates: %s", number, self._last_words)
-                    self._sent[self._explorers[number].ready.remote()] = number, None  # once Ray has started it again
+                if task is None:
+                    log.warning("explorer %d cannot start: %s", number, self._last_words)
+                    continue
+                log.warning("explorer %d is lost, and others get its candidates: %s", number, self._last_words)
+                others = {sent: other for sent, (its, other) in self._sent.items() if its == number and other}
+                for sent in others:  # which fail, too
+                    del self._sent[sent]
+                self._waiting.extendleft([task, *others.values()])
+                self._answering.remove(number)
+                self._lost += 1
+                self._sent[self._explorers[number].ready.remote()] = number, None  # once Ray has started it again
             else:
                 if task is None:
                     self.precision: str = answer

@@ -141,7 +141,7 @@ def test_cluster_without_room_is_an_error(cfg: Run, module: SolRLModule, monkeyp
 
 
 def test_explorer_that_cannot_begin_gives_its_reason(
-    cfg: Run, module: SolRLModule, monkeypatch: pytest.MonkeyPatch
+    cfg: Run, module: SolRLModule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(clusters, "__version__", "0.0")
     with (
@@ -149,6 +149,7 @@ def test_explorer_that_cannot_begin_gives_its_reason(
         pytest.raises(ExplorersLost, match=r"UserError: .* and the run 0\.0\."),
     ):
         RaySampler(cfg, explorers, module.model, functools.partial(pool_of, module))
+    assert all(f"explorer {number} cannot start: " in caplog.text for number in range(4)), "also if others answer"
 
 
 @contextmanager
