@@ -15,6 +15,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.targets import locate
 
 _WIDTH, _INDENT = 110, "    "
+_PROVIDED = "device"  # an argument that rewards get from the program
 
 
 def manual(group: str, cfg: DictConfig) -> str:
@@ -42,7 +43,7 @@ def _described(key: str, value: Any, text: str) -> Iterator[str]:
         yield from _wrapped(inspect.cleandoc(target.__doc__ or "").partition("\n\n")[0])
         optional = [name for name, each in parameters.items() if each.default is not each.empty]
         for name in dict.fromkeys([*value, *optional]):
-            if not name.startswith("_"):
+            if not name.startswith("_") and name != _PROVIDED:
                 default = parameters[name].default if name in parameters else None
                 yield from _described(f"{key}.{name}", value.get(name, default), texts.get(name, ""))
     elif isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):

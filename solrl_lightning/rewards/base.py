@@ -26,6 +26,10 @@ class Reward(ABC):
     """A frozen scorer of images on ``device``, called as ``reward(images, prompts)``.
 
     Subclasses define ``score(images, prompts)``, or ``score(images, prompts, metadata)`` to read the prompts' metadata.
+
+    Args:
+        device: where it scores; the program passes it.
+        weight: in the reward to train on; 0: evaluation only. A key of the YAML file that ``build_rewards`` takes out.
     """
 
     name: str = "of your own"  # labels messages

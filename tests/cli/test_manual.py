@@ -54,7 +54,8 @@ def test_help_describes_callbacks_and_a_reward_of_the_users_own(
     )
     out = command("--help", "callbacks", "reward", "--config-dir", "mine", "reward=redness").out
     assert "callbacks.guard.stop=false\n    end the run at the first alarm" in out
-    assert "reward.redness: help_redness.Redness\n    Scores red.\nreward.redness.weight=2.0\n" in out
+    assert "reward.redness: help_redness.Redness\n    Scores red.\nreward.redness.weight=2.0\n    in the reward" in out
+    assert "redness.device" not in out
     assert "reward.redness.least=0.5\n    redness that scores 0, at most 1.\n" in out
 
 
