@@ -27,7 +27,7 @@ class Aesthetic(TransformersCLIP):
     """LAION's aesthetic predictor, with the arguments of ``TransformersCLIP`` and:
 
     Args:
-        head: hub id or folder with one of ``WEIGHTS``, or a .pth file.
+        head: hub id or folder with aesthetic-model.pth, or with LAION's own file, or a .pth file.
 
     Raises:
         UserError: the head is missing or damaged or does not fit CLIP; see also ``TransformersCLIP``.

@@ -27,7 +27,7 @@ class HPSv2(TwoTowers):
     """HPSv2 with open_clip's model.
 
     Args:
-        pretrained: hub id or folder with ``WEIGHTS``, or a .pt file with a state_dict.
+        pretrained: hub id or folder with HPS_v2.1_compressed.pt, or a .pt file with a state_dict.
         architecture: open_clip's name of the weights' architecture, one with CLIP's own text tower.
         dtype: of weights and activations; on a GPU float32 is TF32, and bfloat16 and float16 are faster but round the
             scores more.

@@ -40,7 +40,7 @@ class HPSv3(Reward):
     """HPSv3.
 
     Args:
-        pretrained: hub id or folder with ``WEIGHTS``.
+        pretrained: hub id (16 GB) or folder with HPSv3.safetensors.
         processor: hub id or folder of Qwen2-VL 7B Instruct: configuration, tokenizer and image processor.
         device: where to score.
         dtype: of weights and activations; the head stays in float32.

@@ -68,7 +68,7 @@ class ImageReward(Reward):
     """ImageReward v1.0.
 
     Args:
-        pretrained: hub id or folder with ``WEIGHTS`` and ``TEXT_CONFIG``.
+        pretrained: hub id (1.8 GB) or folder with ImageReward.pt and med_config.json.
         tokenizer: hub id or folder of BERT's uncased tokenizer.
         device: where to score.
         dtype: of weights and activations of the two towers, as in ``TransformersCLIP``; the head stays in float32.
