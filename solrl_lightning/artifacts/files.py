@@ -78,7 +78,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
         yield part
         files = [file for file in part.rglob("*") if file.is_file()]
         for file in files:
-            file.chmod(part.stat().st_mode & 0o666)  # safetensors creates files with mode 600
+            with suppress(PermissionError):  # of a mount without modes, such as CIFS or /mnt/c of WSL
+                file.chmod(part.stat().st_mode & 0o666)  # safetensors creates files with mode 600
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
         if not folder.exists():

@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from yaml import YAMLError
 
-from solrl_lightning.artifacts.formatting import quoted
+from solrl_lightning.artifacts.formatting import path_option, quoted
 from solrl_lightning.cli.console import first_lines
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
@@ -275,10 +275,13 @@ def _with_home(override: Override) -> str:
 def _check_files(sources: Iterable[str]) -> None:
     packaged = Path(str(files(CONFIG_MODULE) / "config.yaml")).parent
     for folder in (Path(source.removeprefix("file://")) for source in sources if source.startswith("file://")):
-        for name in (file.relative_to(packaged) for file in packaged.glob("*/*.yaml")):
+        for name in (file.relative_to(packaged) for file in packaged.rglob("*.yaml")):
             if (folder / name).is_file() and not (folder / name).samefile(packaged / name):
-                option = f"{name.parent}={name.stem}"
-                raise UserError(f"{folder / name} is invalid: {option} is an option of the package. Rename the file.")
+                option, fix = f"{name.parent}={name.stem} is an option", "Rename the file."
+                if name.parent == Path():
+                    option, fix = f"{name} is the configuration", f"Write values into {folder}/experiment/<name>.yaml; "
+                    fix += f"the record of a run is read with {path_option('--config-path', folder)}."
+                raise UserError(f"{folder / name} is invalid: {option} of the package, which Hydra takes. {fix}")
 
 
 def adds(override: Override) -> bool:

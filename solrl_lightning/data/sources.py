@@ -185,8 +185,9 @@ def _conversion(path: Path) -> str:
     if isinstance(content, dict):
         lists = [key for key, value in content.items() if isinstance(value, list)]
         of_frame = any(isinstance(value, dict) and "0" in value for value in content.values())  # of DataFrame.to_json
-        if len(lists) == 1:
-            rows, content = f"{rows}[{lists[0]!r}]", content[lists[0]]
+        if len(lists) == 1 or len({len(content[key]) for key in lists}) > 1:  # as COCO's images and annotations
+            longest = max(lists, key=lambda key: len(content[key]))
+            rows, content = f"{rows}[{longest!r}]", content[longest]
         elif lists or of_frame:
             rows, content = f"pd.DataFrame({rows}).to_dict('records')", []
         else:

@@ -77,6 +77,15 @@ def test_failed_write_keeps_old_file(tmp_path: Path, write: Callable[[Path, int]
     assert files_of(tmp_path).keys() == before.keys() and files_of(tmp_path) != before
 
 
+def test_files_are_written_where_a_mount_has_no_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.chmod", refuse)
+    write_lora(tmp_path / "run", 10)
+    assert (tmp_path / "run" / "weights.safetensors").is_file()
+
+
 def test_lora_files_have_permissions_of_folder(tmp_path: Path) -> None:
     write_lora(tmp_path / "lora", 10)
     (tmp_path / "plain").touch()

@@ -208,6 +208,7 @@ FRAME = {"prompt": ["a", "b"], "id": ["007", "8"]}
         ("\ufeff" + json.dumps(["a", "b's"]), "prompt", [{"prompt": "a"}, {"prompt": "b's"}]),
         (json.dumps({"001": "a", "002": "b"}), "prompt", [{"prompt": "a"}, {"prompt": "b"}]),
         (json.dumps({"prompts": ["a"]}), "prompt", [{"prompt": "a"}]),
+        (json.dumps({"images": [{"id": 1}], "annotations": ROWS}), "prompt", ROWS),
         (json.dumps(FRAME), "prompt", [{"prompt": "a", "id": "007"}, {"prompt": "b", "id": "8"}]),
         (pd.DataFrame(FRAME).to_json(), "prompt", [{"prompt": "a", "id": "007"}, {"prompt": "b", "id": "8"}]),
         (json.dumps([{"data": {"text": "a"}, "n": [1]}]), "data.text", [{"data.text": "a", "n": [1]}]),
