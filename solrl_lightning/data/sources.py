@@ -455,15 +455,29 @@ def _read_hub(
             f"where there is a network, and copy the folder {dataset} into the working directory."
         ) from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())  # of a missing split it lists the splits
-        raise UserError(
-            f"the data set {name} cannot be read: {reason.rstrip('.')}. Name it as {HUB}<owner>/<name>/<split>, or "
-            "load it with datasets, write it with to_parquet('prompts.parquet'), and name that file."
-        ) from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        fix = _way_to_read(dataset, split, reason)
+        raise UserError(f"the data set {name} cannot be read: {reason}. {fix}") from error
     _check_column(table.column_names, column, name)
     if others is not None:
         table = table.select_columns([column, *others]).rename_columns(dict(others))
     return _table_records(table.data.table, column, name)
+
+
+def _way_to_read(dataset: str, split: str, reason: str) -> str:
+    """Return what to do about a data set that ``datasets`` does not read for this ``reason``."""
+    names = re.findall(r"'([^']+)'", reason.partition(" one ")[2])  # the splits or the configurations that there are
+    if reason.startswith("Unknown split") and names:
+        return f"Name one that it has, as {HUB}{dataset}/{names[0]}."
+    if reason.startswith("Config name is missing") and names:
+        load = f"load_dataset({dataset!r}, {names[0]!r}, split={split!r})"
+        code = f"import datasets; datasets.{load}.to_parquet('prompts.parquet')"
+        return f"Run python -c {shell_quoted(code)}, and name that file."
+    write = "write its prompts to a text file, one a line, and name that"
+    if reason.startswith("Dataset scripts"):
+        get = f"hf download --repo-type dataset {dataset} --revision refs/convert/parquet --local-dir {dataset}-parquet"
+        return f"Where the hub has made parquet files of it, run `{get}` and name one of them; otherwise {write}."
+    return f"{write[0].upper()}{write[1:]}."
 
 
 def _read_github(repository: str, file: str) -> list[Prompt]:

@@ -259,14 +259,31 @@ def test_data_set_of_the_hub_is_read_by_split_and_column_and_once(hub: Path, mon
     assert identities(read_prompts("hf://owner/name/test", "caption")) == ["fog"]
     with pytest.raises(UserError, match="the columns of hf://owner/name/train are caption, votes"):
         read_prompts("hf://owner/name/train")
-    with pytest.raises(UserError, match=r"validation cannot be read: Unknown split .*'train', 'test'"):
-        read_prompts("hf://owner/name/validation", "caption")
-    configs = "configs: [{config_name: one, data_files: data/train*}, {config_name: two, data_files: data/test*}]"
-    write(hub / "owner/name/README.md", f"---\n{configs}\n---\n")
-    with pytest.raises(UserError, match=r"Config name is missing.*'one', 'two'.* write it with to_parquet"):
-        read_prompts("hf://owner/name/train[:1]", "caption")
     monkeypatch.delattr(datasets, "load_dataset")
     assert identities(read_prompts("hf://owner/name/test", "caption")) == ["fog"]
+
+
+def test_what_to_do_about_a_data_set_that_cannot_be_read_works(hub: Path) -> None:
+    def advice(source: str) -> str:
+        with pytest.raises(UserError) as error:
+            read_prompts(source)
+        return str(error.value).partition("cannot be read: ")[2]
+
+    write_table(hub / "owner/name/data/train-00000-of-00001.parquet", prompt=["a cat"])
+    named = advice("hf://owner/name/validation").partition("Name one that it has, as ")[2]
+    assert identities(read_prompts(named.rstrip("."))) == ["a cat"]
+
+    write_table(hub / "owner/two/data/train-00000-of-00001.parquet", prompt=["fog"])
+    configs = "configs: [{config_name: a, data_files: data/*}, {config_name: b, data_files: data/*}]"
+    write(hub / "owner/two/README.md", f"---\n{configs}\n---\n")
+    program, _, code = shlex.split(advice("hf://owner/two/train").partition("Run ")[2].partition(", and name")[0])
+    exec(code)
+    assert program == "python" and identities(read_prompts("prompts.parquet")) == ["fog"]
+
+    write(hub / "owner/script/script.py", "import datasets", "class Mine(datasets.GeneratorBasedBuilder): ...")
+    assert "--revision refs/convert/parquet" in advice("hf://owner/script/train")
+    assert "a text file, one a line" in advice("hf://owner/script/train")
+    assert ": train[:x]. Write its prompts to a text" in advice("hf://owner/name/train[:x]")
 
 
 def test_pick_a_pic_keeps_prompts_of_at_least_six_words(hub: Path) -> None:
