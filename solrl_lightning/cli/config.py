@@ -374,18 +374,25 @@ _FORMS = {
 
 
 def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
-    """Raise UserError for an option that its group lacks, a key that the chosen options lack, or a list in place of a
-    mapping, or the other way round.
+    """Raise UserError for an option that its group lacks, a key that the chosen options lack, a plus sign before one
+    that they have, or a list in place of a mapping, or the other way round.
     """
-    choices, values = [], []
+    choices, values, added = [], [], []
     for override in tree.parse(arguments):
         if tree.options(override.key_or_group) and not isinstance(override.value(), dict):
             _check_option(override, tree.options(override.key_or_group))
             choices.append(str(override.input_line))
         elif adds(override):
             choices.append(str(override.input_line))
+            added += [override] if override.is_add() else []
         elif not override.is_delete():
             values.append(override)
+    lines = [str(override.input_line) for override in added]
+    present = tree.nodes([line for line in choices if line not in lines]) if added else {}
+    for line, override in zip(lines, added, strict=True):
+        if not isinstance(present.get(override.key_or_group), dict | None):
+            rule = f"{override.key_or_group} is there, and a plus sign adds what is not"
+            raise UserError(f"{line} is invalid: {rule}. Write {line.lstrip('+')}.")
     known = tree.nodes(choices) if values else {}
     for override in values:
         key, value = override.key_or_group, override.value()

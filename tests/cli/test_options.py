@@ -54,6 +54,9 @@ trainer.accelerator=tpus         | it must be one of auto, cpu, gpu
 trainer.devices=0                | it must be auto, a number of devices, or a list of their indices
 trainer.devices=[0,0]            | trainer.devices=[0, 0] is invalid: it must be auto, a number of devices
 trainer.default_root_dir=/tmp/x  | it must be the run's folder. Leave it out, and name the folder with hydra.run.dir=
++trainer.default_root_dir=x      | +trainer.default_root_dir=x is invalid: trainer.default_root_dir is there, and
++callbacks.best.dirpath=x seed=1 | Write callbacks.best.dirpath=x.
++seed=1                          | Write seed=1.
 trainer.num_nodes=x              | it must be a whole number of at least 1
 trainer.precision=16-mixed       | it must be 32-true, as every dtype is set in the code
 trainer.strategy=deepspeed       | Use trainer.strategy=ddp
