@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_state, read_checkpoint
@@ -44,6 +45,8 @@ from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
 
 log = logging.getLogger(__name__)
+
+_CALLBACKS = "lightning.pytorch.callbacks."
 
 
 def train(cfg: Run) -> float | None:
@@ -126,13 +129,30 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         if cfg.ckpt is None:
             trainer.validate(module, held_out, verbose=False)
         trainer.fit(module, loop.loader, held_out, ckpt_path=cfg.ckpt, weights_only=True)
-    except MisconfigurationException as error:  # for example, a callback of Lightning that needs a logger
-        raise UserError(f"Lightning cannot run these callbacks, loggers and trainer together: {error}") from error
     except Exception as error:
-        if not loop.termination.requested:
-            raise
-        raise SIGTERMException from error  # the signal has ended something else, too, such as a compiler
+        if loop.termination.requested:
+            raise SIGTERMException from error  # the signal has ended something else, too, such as a compiler
+        check_callbacks(error, cfg.callbacks)
+        raise
     return base_and_final(module.evaluation.history, module.rewards.name)[1]
+
+
+def check_callbacks(error: Exception, nodes: Mapping[str, Any]) -> None:
+    """Raise UserError if ``error`` is one of Lightning about its callbacks, made of ``nodes``, loggers and trainer.
+
+    For example, a callback that needs a logger, or one whose metric is not among those of a run.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    reason = " ".join(str(error).partition(" HINT:")[0].split()).rstrip(".")  # hints are about the module's code
+    if frames[-1].f_globals["__name__"].startswith(_CALLBACKS) and not isinstance(error, OSError):  # of a file
+        owners = [frame.f_locals.get("self") for frame in frames]
+        kind = next((type(owner).__name__ for owner in reversed(owners) if isinstance(owner, Callback)), "")
+        keys = [f"callbacks.{key}" for key, node in nodes.items() if node and node["_target_"].endswith(f".{kind}")]
+        key = " or ".join(keys) or "callbacks"
+        fix = f"Set {key}.monitor=<metric>" if "monitor" in reason or "metric" in reason else f"Correct {key}"
+        raise UserError(f"{key} is invalid: {reason}. {fix}, or leave it out with ~{key}.") from error
+    if isinstance(error, MisconfigurationException):
+        raise UserError(f"Lightning cannot run these callbacks, loggers and trainer together: {reason}.") from error
 
 
 def compare_threads(checkpoint: dict[str, Any]) -> None:

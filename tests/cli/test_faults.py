@@ -340,3 +340,30 @@ def test_full_device_ends_with_options_that_take_less(
     line = the_line(capsys.readouterr().err)
     assert line.startswith(f"error: the device has no memory left: {message}. Set ")
     assert "model.gradient_checkpointing=true" in line and "ckpt=last hydra.run.dir=" in line
+
+
+# Callbacks
+
+
+class ReadsNothing(Callback):
+    """A callback of the user's own with a mistake."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.callback_metrics["nothing"]
+
+
+def test_metric_of_a_callback_of_lightning_that_is_not_there_is_an_error_of_one_line(command: Command) -> None:
+    def run(name: str, callback: str) -> Any:
+        return command(*SMALL, f"hydra.run.dir={name}", f"+callbacks.mine={{_target_:{callback}}}")
+
+    for kind, reason in {
+        "EarlyStopping": "val_loss` which is not",
+        "ModelCheckpoint": "could not find the mon",
+    }.items():
+        done = run(kind, f"lightning.pytorch.callbacks.{kind},monitor:val_loss")
+        line = the_line(done.err)
+        assert done.status == 2 and line.startswith("error: callbacks.mine is invalid: "), line
+        assert reason in line and "eval/shapes" in line
+        assert line.endswith(". Set callbacks.mine.monitor=<metric>, or leave it out with ~callbacks.mine.")
+    with pytest.raises(KeyError, match="nothing"):  # with its traceback
+        run("own", f"{__name__}.ReadsNothing")
