@@ -38,11 +38,11 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     model, transformers = module.model, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
-    # Stages: explore ..., regenerate; or one.
+    # Stages: explore ..., regenerate; or one. With shared_noise (dance_grpo) a prompt has one noise.
     stages = cfg.family.stages(model.sigmas, objective.solver, objective.shared_noise)
     steps = stages[-1].steps
     sigmas = model.sigmas(steps)  # noise levels, from 1 to 0
-    rows = cfg.family.keep * objective.rows_per_sample(steps)  # of a prompt: a sample has a share of the levels
+    rows = cfg.family.keep * objective.rows_per_sample(steps)  # of a prompt: a sample has some levels, by its seed
     # Micro-batches of equal size, at most cfg.model.micro_batch rows, on 1 rank.
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
     schedule = PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed)
@@ -53,10 +53,11 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         transitions = objective.transitions(steps, iteration)  # recorded steps, of GRPO only
 
         # Requantise: rewrite the samplers `merged` and `shadow` from the old policy; `policy` has its LoRA already.
+        # The iteration becomes their version, which `loop.py` checks.
         module.requantize(iteration)
 
         # Explore the pool cheaply, select the best and the worst, and regenerate them in BF16 from the same noise, by
-        # default with the old policy's LoRA merged into the weights (`Stage.sampler`).
+        # default with the old policy's LoRA merged into the weights (`Stage.sampler`); prefix and race complete them.
         seeds = pool_seeds(cfg.seed, iteration, identities(prompts), cfg.family.pool)  # [P, N]
         # (A family of one stage samples the pool once, and keeps the best and the worst of it.)
         explored, samples, proxy_merits = run_family(stages, encoded, seeds, module.run_stage, transitions)
@@ -73,7 +74,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
             real = max(1, batch.real)  # the others pad; by the weights a step's loss is the mean over real rows
             others = {}
             for name, every in objective.needs.items():  # "old": the old LoRA; "reference": a replica without
-                if (number + iteration) % every == 0:  # every n-th micro-batch, one earlier in each iteration
+                if (number + iteration) % every == 0:  # every n-th; without "reference" no KL term, else n times
                     with torch.no_grad(), transformers.velocity_models[name]() as transformer:
                         others[name] = module.velocity(transformer, batch)[:real]
             with transformers.trained.current() as transformer:

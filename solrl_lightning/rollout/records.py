@@ -32,7 +32,7 @@ class Candidates(NamedTuple):
     rewards: Tensor  # [P, N] float32, the weighted sum of `scores`
     scores: Tensor  # [P, N, R] float32, one value per reward
     merits: Tensor  # [P, N] float32, by which selection ranks a prompt's candidates; see `WeightedRewards.merits`
-    recorded_steps: RecordedSteps | None = None  # [P, N, ...]; see `Objective.transitions`
+    recorded_steps: RecordedSteps | None = None  # S steps: x [P, N, S + 1, ...], log_probs [P, N, S]
 
     @property
     def x0(self) -> Tensor:
@@ -55,7 +55,7 @@ class Rollouts(NamedTuple):
     rewards: Tensor  # [P, K] float32, of `x0`
     scores: Tensor  # [P, K, R] float32, one value per reward
     advantages: Tensor  # [P, K] float32, computed from the merits of `scores`
-    recorded_steps: RecordedSteps | None = None  # [P, K, ...]; see `Objective.transitions`
+    recorded_steps: RecordedSteps | None = None  # as those of `Candidates`, of the K samples
 
     @classmethod
     def of(cls, prompts: list[Prompt], samples: Candidates, proxy_merits: Tensor, advantages: Tensor) -> "Rollouts":

@@ -2,7 +2,7 @@
 
 | step | where |
 |---|---|
-| requantise | ``callbacks/requantize.py``, at the top: the old policy goes to all samplers; ``roll_out`` checks it |
+| requantise | ``callbacks/requantize.py`` of the repository: all samplers get the old policy; ``roll_out`` checks it |
 | explore | ``roll_out``: the stages before the last one score the pool by proxy rewards |
 | select | ``roll_out``, in ``run_family``: each stage with ``keep`` passes on the best and the worst candidates |
 | regenerate | ``roll_out``: the last stage samples and scores what is trained on |
