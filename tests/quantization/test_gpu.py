@@ -130,6 +130,7 @@ def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
 def test_rollout_chunk_stays_on_gpu(blackwell: None, folder: str) -> None:
     module = module_on("cuda", folder, backend_of("nvfp4", "torch"))
     module.requantize(version=0)
+    module.model._has_decoded = True  # the range of the first images is looked at
     prompts, seeds = module.encode(prompts_of(PROMPTS[:1])), pool_seeds(0, 0, PROMPTS[:1], 2)
     stage = Stage(sampler="merged", steps=2, solver="dpm2")
     chunks = list(module.transformers.samplers["shadow"].sample(stage, prompts, seeds))
