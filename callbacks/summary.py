@@ -263,7 +263,7 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     rows = [("status", _status(facts))]
     saved_at, evaluated_at = facts["last_checkpoint_iterations"], facts["final_reward_iteration"]
     if saved_at is not None and saved_at < facts["iterations"]:
-        rows.append(("last checkpoint", f"after {counted(saved_at, 'iteration')}; ckpt=last repeats the later ones"))
+        rows.append(("last checkpoint", f"after {counted(saved_at, 'iteration')}; a resume repeats the later ones"))
     when = "" if evaluated_at is None else f", evaluated after {counted(evaluated_at, 'iteration')}"
     rows.append((f"{facts['reward']} reward", change(facts["base_reward"], facts["final_reward"]) + when))
     for name, other in facts["other_rewards"].items():
@@ -273,7 +273,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         rows.append(("in detail", ", ".join(learned)))
     if facts["best_reward"] is not None:
         best = f"{number(facts['best_reward'])} after {best_text(facts)}"
-        rows.append((f"best {facts['best_monitor']}", f"{best}; ckpt=best branches from it"))
+        branch = path_option("ckpt", Path(facts["paths"]["run"]) / BEST)
+        rows.append((f"best {facts['best_monitor']}", f"{best}; {branch} branches from it"))
     for alarm in facts["alarms"]:
         when = f"after iteration {alarm['iteration']}, since iteration {alarm['since']}"
         rows.append(("alarm", f"{when}: {alarm['saw']}"))

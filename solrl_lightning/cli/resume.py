@@ -244,8 +244,8 @@ def _newest_checkpoint(name: Path) -> tuple[Path, bool]:
                 return newest / name, is_here
             raise UserError(f"ckpt={name.stem} is invalid: the newest run, {newest}, has no {name}. Use ckpt=<file>.")
     raise UserError(
-        f"ckpt={name.stem} is invalid: no run with {name} was started on this machine, and there is none under "
-        f"{OUTPUTS.resolve()}. Name a file with ckpt=<file>."
+        f"ckpt={name.stem} is invalid: no run with {name} is in the record of those started on this machine, "
+        f"and none is under {OUTPUTS.resolve()}. Name a file with ckpt=<file>."
     )
 
 

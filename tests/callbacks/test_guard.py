@@ -164,7 +164,8 @@ def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path
     assert [(alarm["name"], alarm["iteration"], alarm["since"]) for alarm in facts["alarms"]] == [("reward_fell", 3, 2)]
     printed = capsys.readouterr().out
     assert "by the guard: reward_fell; lora/ is that of the best checkpoint" in printed
-    assert re.search(r"best shapes +0\.6000 after iteration 2; ckpt=best branches from it\n", printed)
+    branch = re.escape(f"ckpt={tmp_path}/checkpoints/best.ckpt branches from it\n")
+    assert re.search(rf"best shapes +0\.6000 after iteration 2; {branch}", printed)
     assert re.search(r"alarm +after iteration 3, since iteration 2: the held-out shapes reward fell from 0.6", printed)
 
 

@@ -120,7 +120,7 @@ def test_interrupted_run_names_the_iterations_of_its_evaluation_and_its_checkpoi
     assert (summary["final_reward_iteration"], summary["last_checkpoint_iterations"]) == (2, 3)
     printed = capsys.readouterr().out
     assert "interrupted after 4 iterations" in printed and "(+0.0360), evaluated after 2 iterations" in printed
-    assert re.search(r"last checkpoint +after 3 iterations; ckpt=last repeats the later ones\n", printed)
+    assert re.search(r"last checkpoint +after 3 iterations; a resume repeats the later ones\n", printed)
 
 
 def test_a_repeated_evaluation_replaces_that_of_the_interrupted_iteration(run):

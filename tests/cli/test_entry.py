@@ -360,7 +360,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("ckpt=auto", "ckpt=auto is invalid: it needs a folder that the same command finds again"),
         ("ckpt=auto -m hydra.sweep.dir=x", "ckpt=auto continues one run"),
         ("task=evaluate ckpt=auto hydra.run.dir=x", "Use ckpt=last or ckpt=best for other tasks"),
-        ("ckpt=best", "ckpt=best is invalid: no run with checkpoints/best.ckpt was started on this machine"),
+        ("ckpt=best", "ckpt=best is invalid: no run with checkpoints/best.ckpt is in the record of those"),
     ],
 )
 def test_wrong_command_line_is_one_message_and_writes_nothing(command: Command, arguments: str, message: str) -> None:
