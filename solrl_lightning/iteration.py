@@ -56,10 +56,10 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         # The iteration becomes their version, which `loop.py` checks.
         module.requantize(iteration)
 
-        # Explore the pool cheaply, select the best and the worst, and regenerate them in BF16 from the same noise, by
-        # default with the old policy's LoRA merged into the weights (`Stage.sampler`); prefix and race complete them.
+        # Explore the pool cheaply, also in decoding (`Stage.decoder`), select the best and the worst, and regenerate
+        # them in BF16 from the same noise (prefix and race complete them), by default with the old LoRA merged.
         seeds = pool_seeds(cfg.seed, iteration, identities(prompts), cfg.family.pool)  # [P, N]
-        # (A family of one stage samples the pool once, and keeps the best and the worst of it.)
+        # [P, N], [P, K], [P, K]. A family of one stage samples the pool once, and keeps the best and the worst of it.
         explored, samples, proxy_merits = run_family(stages, encoded, seeds, module.run_stage, transitions)
 
         # Train on the samples and rewards of the last stage, not on proxies. By default an advantage is the merit minus
@@ -67,8 +67,8 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         merits = rewards.for_training.merits(samples.scores)  # scores [P, K, R]; by default their weighted sum [P, K]
         advantages = objective.advantages(merits)  # [P, K]
         rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
-        # A row is a sample at a noise level: x_t = (1 - sigma) x0 + sigma noise, with noise of seed and level, or,
-        # for objectives with transitions, a recorded state. Of S optimiser steps, step s takes rows s, s + S, ...
+        # A row is a sample at one of its levels: x_t = (1 - sigma) x0 + sigma noise, with noise of seed and level, or,
+        # for GRPO, a recorded state; by prompt, sample and level. Of S optimiser steps, step s takes rows s, s + S, ...
         batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)
         for number, batch in enumerate(batches):
             real = max(1, batch.real)  # the others pad; by the weights a step's loss is the mean over real rows

@@ -29,7 +29,7 @@ class Reward(ABC):
 
     Args:
         device: where it scores; the program passes it.
-        weight: in the reward to train on; 0: evaluation only. A key of the YAML file that ``build_rewards`` takes out.
+        weight: in the reward to train on; 0: evaluation only.
     """
 
     name: str = "of your own"  # labels messages
