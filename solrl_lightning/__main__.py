@@ -204,8 +204,13 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
         raise UserError("--resolve needs the keys that Hydra's refer to. Use --cfg all --resolve.")
     if flags.package is not None and not flags.cfg:
         raise UserError(f"--package goes with --cfg. Use --cfg job --package {flags.package}.")
+    for flag, value in (("--config-name", flags.config_name), ("--config-path", flags.config_path)):
+        if value is not None:
+            rule = "a run resumes by its options and its --config-dir, in which this flag would not be"
+            fix = "Write values into <folder>/experiment/<name>.yaml, and take --config-dir <folder> experiment=<name>"
+            raise UserError(f"{flag}={value} is invalid: {rule}. {fix}.")
     try:
-        with ConfigTree(flags.config_name, flags.config_dir) as tree:
+        with ConfigTree(flags.config_dir) as tree:
             return _checked(tree, arguments, flags)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(first_lines(error)) from error

@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from yaml import YAMLError
 
-from solrl_lightning.artifacts.formatting import path_option, quoted
+from solrl_lightning.artifacts.formatting import quoted
 from solrl_lightning.cli.console import first_lines
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
@@ -65,8 +65,7 @@ class ConfigTree:
     A context manager that restores Hydra's global state on exit.
     """
 
-    def __init__(self, config_name: str | None = None, config_dir: str | None = None) -> None:
-        self.config_name = config_name or "config"
+    def __init__(self, config_dir: str | None = None) -> None:
         self.sweeps = False
         if find_spec(CONFIG_MODULE) is None:  # its folder is beside the package in a clone
             raise UserError("solrl_lightning is not installed: its configuration is missing. Run pip install -e .")
@@ -205,7 +204,7 @@ class ConfigTree:
             UserError: for an option or a key that does not exist, or a file that Hydra cannot read.
         """
         try:
-            return compose(self.config_name, list(arguments), return_hydra_config=True)
+            return compose("config", list(arguments), return_hydra_config=True)
         except (YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"A YAML file of your own is invalid: {first_lines(error)}. Correct it.") from error
         except RecursionError as error:
@@ -280,7 +279,7 @@ def _check_files(sources: Iterable[str]) -> None:
                 option, fix = f"{name.parent}={name.stem} is an option", "Rename the file."
                 if name.parent == Path():
                     option, fix = f"{name} is the configuration", f"Write values into {folder}/experiment/<name>.yaml; "
-                    fix += f"the record of a run is read with {path_option('--config-path', folder)}."
+                    fix += "report.html of a run has the command that repeats it."
                 raise UserError(f"{folder / name} is invalid: {option} of the package, which Hydra takes. {fix}")
 
 

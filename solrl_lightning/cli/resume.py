@@ -204,14 +204,17 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
     if not (folder / LAST).is_file():
         check_free(folder)
         _check_not_trained(folder)
+        if not (folder / RECORD).is_dir():
+            below = [path.parent for path in folder.glob(f"*/{RECORD}")]
+            hint = f", such as {max(below, key=lambda run: run.stat().st_mtime)}" if below else ""
+            rule = f"{folder} is no run's folder, as it has no {RECORD}" if folder.is_dir() else f"there is no {folder}"
+            raise UserError(f"ckpt=last is invalid here: {rule}. Name the folder of a run with hydra.run.dir{hint}.")
         overrides = [override for override in _recorded_overrides(tree, folder) if override.key_or_group != "ckpt"]
         lines = [shell_quoted(str(o.input_line)) for o in overrides]
         again = " ".join([*lines, "ckpt=auto", path_option("hydra.run.dir", folder)])
-        has_record = (folder / RECORD / "overrides.yaml").is_file()
-        fix = f"Begin it again with {again}" if has_record else f"Remove {folder}, and give its command again"
         raise UserError(
             f"ckpt=last continues the run in {folder}, which has no {LAST}: it was stopped before its first "
-            f"checkpoint. {fix}."
+            f"checkpoint. Begin it again with {again}."
         )
     return folder / LAST
 

@@ -269,7 +269,7 @@ def test_a_file_with_the_name_of_a_packaged_option_is_an_error(tmp_path: Path) -
     with pytest.raises(UserError, match="family=race is an option of the package, which Hydra takes. Rename"):
         ConfigTree(config_dir=str(tmp_path))
     (tmp_path / "family" / "race.yaml").rename(tmp_path / "config.yaml")  # as the record of a run has
-    with pytest.raises(UserError, match="config.yaml is the configuration .* a run is read with --config-path="):
+    with pytest.raises(UserError, match="config.yaml is the configuration .*html of a run has the command"):
         ConfigTree(config_dir=str(tmp_path))
     with ConfigTree(config_dir=str(Path(__file__).parents[2] / "conf")):
         pass

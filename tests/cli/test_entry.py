@@ -429,10 +429,11 @@ def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path
 def test_run_in_progress_without_a_checkpoint_is_in_use(command: Command, tmp_path: Path) -> None:
     with claimed(tmp_path / "run", new=True):
         assert "in use" in error_of(command, "ckpt=last", "hydra.run.dir=run")
-    message = error_of(command, "ckpt=last", "hydra.run.dir=run")
-    assert message.endswith("it was stopped before its first checkpoint. Remove run, and give its command again.\n")
+    assert "there is no run. Name the folder of a" in error_of(command, "ckpt=last", "hydra.run.dir=run")
     (tmp_path / "run" / ".hydra").mkdir(parents=True)
     (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text("[seed=3, 'data.train=a b.txt']")
+    rule = "is no run's folder, as it has no .hydra. Name the folder of a run with hydra.run.dir, such as run.\n"
+    assert error_of(command, "ckpt=last", "hydra.run.dir=.").endswith(rule)
     message = error_of(command, "ckpt=last", "hydra.run.dir=run")
     assert message.endswith("Begin it again with seed=3 'data.train=a b.txt' ckpt=auto hydra.run.dir=run.\n")
 
@@ -1001,6 +1002,7 @@ def test_command_without_an_output_runs(forks: Forks, tmp_path: Path) -> None:
         ("--seed=3", "--seed=3 is no flag (--hydra-help lists them), and an option has no dashes. Write seed=3."),
         ("--experiment=smoke seed=3", "an option has no dashes. Write experiment=smoke."),  # no --experimental-rerun
         ("seed=3 --prompts-per-iteration 4", "Write prompts_per_iteration=<value>."),
+        ("--config-path runs/a/.hydra --config-name config", "--config-name=config is invalid: a run resumes by its"),
     ],
 )
 def test_flag_of_hydra_that_lacks_something_is_an_error(command: Command, flags: str, message: str) -> None:

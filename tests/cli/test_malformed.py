@@ -83,6 +83,7 @@ SEVERAL_ARGUMENTS = (
     ["-m", "hydra/sweeper=nowhere", "seed=1,2"],
     ["-m", "seed=1,2", "hydra.sweep.subdir=same"],
     ["--config-name", "nowhere"],
+    ["--config-path", "nowhere"],
     ["task=compare", "task.runs='['"],
     ["task=evaluate", "ckpt=nowhere.ckpt"],
 )
