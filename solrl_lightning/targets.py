@@ -32,7 +32,9 @@ def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = obj
         if isinstance(cause, UserError):
             raise
         reason = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
-        if isinstance(cause, TypeError):  # Python's, about arguments
+        if inspect.isabstract(target):
+            fix = f"Define {', '.join(sorted(target.__abstractmethods__))} in it."  # type: ignore[attr-defined]
+        elif isinstance(cause, TypeError):  # Python's, about arguments
             fix = (
                 f"It must take {takes}{takes and ' and '}the keys beside _target_. Leave a key out with ~{key}.<name>, "
                 f"add one with +{key}.<name>=<value>."
@@ -59,6 +61,9 @@ def locate(key: str, node: Any) -> Callable[..., Any]:
         target, reason, cause = None, sentence(error).rstrip("."), error
     if not callable(target):
         fix = "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
+        lacks = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if isinstance(cause, ImportError | SyntaxError) and not f"{name}.".startswith(f"{lacks}."):
+            fix = "Correct its module, or install what that imports."
         raise UserError(f"{key}: {name} could not be made: {reason}. {fix}") from cause
     return target
 

@@ -36,6 +36,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.machine import allocator, attention
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.options.run import Run
+from solrl_lightning.rewards.base import Reward
 from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.tasks.train import train
 
@@ -59,6 +60,10 @@ ERRORS = {  # maker -> arguments and message
             "Plain is invalid: .*solrl_lightning.rewards.base.Rew",
         ),
         (
+            f"+reward.mine={{_target_:{__name__}.Unfinished,weight:1.0}}",
+            "Unfinished could not be made: Can't instantiate abstract class .* Define score in it.",
+        ),
+        (
             "+reward.mine={_target_:solrl_lightning.rewards.shapes.ShapesReward,weight:1.0,temperature:2}",
             "reward.mine.temperature=2 is invalid: nothing reads that key. Leave it out with ~reward.mine.temperature",
         ),
@@ -73,7 +78,7 @@ ERRORS = {  # maker -> arguments and message
         (f"optimizer._target_={IDENTITY}", "it must be a torch.optim.optimizer.Optimizer"),
         ("+objective.momentum=0.9", "objective.momentum=0.9 is invalid: nothing reads that key. NFT takes beta, "),
         ("objective._target_=nowhere.loss", "objective: nowhere.loss could not be made: No module named 'nowhere'"),
-        ("objective._target_=lacking.loss", "lacking.loss could not be made: No module named 'nowhere_else'"),
+        ("objective._target_=lacking.loss", "lacking.loss .* named 'nowhere_else'. Correct its module, or install"),
     ],
     "trainer": [
         (
@@ -100,6 +105,10 @@ class Plain:
 
     def __init__(self, device: str) -> None:
         pass
+
+
+class Unfinished(Reward):
+    """Has no ``score``."""
 
 
 def trainer_of(cfg: Run) -> Trainer:
