@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from yaml import YAMLError
 
-from solrl_lightning.artifacts.formatting import quoted
+from solrl_lightning.artifacts.formatting import quoted, shell_quoted
 from solrl_lightning.cli.console import first_lines
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
@@ -232,7 +232,10 @@ class ConfigTree:
         self.sweeps = multirun or cfg.hydra.mode == RunMode.MULTIRUN
         if not self.sweeps:
             if swept:
-                raise UserError(f"{swept[0].input_line} gives several values. Add -m for a run of each.")
+                line = str(swept[0].input_line)
+                key, _, value = line.partition("=")
+                text = f", or quote a text that has a comma: {shell_quoted(f'{key}={quoted(value)}')}"
+                raise UserError(f"{line} gives several values. Add -m for a run of each{text if ' ' in value else ''}.")
             check_root(cfg, overrides)
             return [cfg]
         overrides = self.parse(f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items())

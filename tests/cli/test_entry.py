@@ -322,7 +322,11 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
             "optimizer._target_=torch.optim.SGD",
             "optimizer.betas=[0.9, 0.999] is invalid: nothing reads that key. SGD takes",
         ),
-        ("iterations=4,5", "Add -m"),
+        ("iterations=4,5", "gives several values. Add -m for a run of each.\n"),
+        (
+            "task=generate 'task.prompts=a cat, left'",
+            "each, or quote a text that has a comma: \"task.prompts='a cat, left'\".\n",
+        ),
         ("'data.train=a b=c'", "A text with '=' needs quotes that survive the shell: 'data.train=\"a b=c\"'."),
         ("'task.prompts=[a cat, x=y]'", 'needs quotes that survive the shell: \'task.prompts=["a cat","x=y"]\'.'),
         ("hydra.run.dir=~/a", f"needs quotes that survive the shell: 'hydra.run.dir=\"{Path.home()}/a\"'."),
