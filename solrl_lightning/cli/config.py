@@ -133,6 +133,9 @@ class ConfigTree:
     def _unreadable(self, arguments: Sequence[str], index: int) -> str:
         argument = _whole(arguments, index)
         is_split = argument != arguments[index]
+        if argument[:1] in ("'", '"'):  # as in a list of arguments of an editor, or in a variable of a shell
+            inner = argument[1:].removesuffix(argument[0])
+            return f"Cannot read {argument!r}: no shell has read its outer quotes. Write {inner}."
         key, equals, value = argument.partition("=")
         if equals and not key:
             return f"Cannot read {argument!r}: an option is written key=value, and its key is missing."

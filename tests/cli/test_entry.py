@@ -329,6 +329,8 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ),
         ("'data.train=a b=c'", "A text with '=' needs quotes that survive the shell: 'data.train=\"a b=c\"'."),
         ("'task.prompts=[a cat, x=y]'", 'needs quotes that survive the shell: \'task.prompts=["a cat","x=y"]\'.'),
+        ("\"'optimizer.lr=1e-4'\"", "no shell has read its outer quotes. Write optimizer.lr=1e-4.\n"),
+        ('"\'task.prompts=[\\"a cat\\"]\'"', 'no shell has read its outer quotes. Write task.prompts=["a cat"].\n'),
         ("hydra.run.dir=~/a", f"needs quotes that survive the shell: 'hydra.run.dir=\"{Path.home()}/a\"'."),
         ('"task.prompts=[it\'s]"', 'A text with "\'" needs quotes'),
         ("-m family=sol_rl, prefix", "the shell has split it at a space. Write family=sol_rl,prefix."),
