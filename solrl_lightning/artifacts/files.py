@@ -228,8 +228,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
         with opened_atomically(Path(path)) as file:
             try:
                 torch.save(checkpoint, file)
-            except RuntimeError as error:  # closing the archive fails after writing to it has
-                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+            except RuntimeError as error:  # closing the archive fails after writing to it has failed, or Ctrl-C
+                first = error.__context__
+                raise first if isinstance(first, OSError | KeyboardInterrupt) else error from None
 
     def _without_unreadable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint without the states of callbacks, and what hooks have added, that cannot be read.

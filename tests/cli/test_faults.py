@@ -4,13 +4,14 @@ server that dies.
 After each of them old files are intact, there are no partial files, and one line names a fix.
 """
 
+import io
 import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from threading import Thread
@@ -75,6 +76,18 @@ def test_failed_write_keeps_old_file(tmp_path: Path, write: Callable[[Path, int]
     assert files_of(tmp_path) == before
     write(folder, 30_000)
     assert files_of(tmp_path).keys() == before.keys() and files_of(tmp_path) != before
+
+
+def test_ctrl_c_while_a_checkpoint_is_written_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(io.BytesIO):
+        def write(self, data: Any, /) -> int:
+            if self.tell() > 1000:
+                raise KeyboardInterrupt
+            return super().write(data)
+
+    monkeypatch.setattr("solrl_lightning.artifacts.files.opened_atomically", lambda path: nullcontext(Interrupted()))
+    with pytest.raises(KeyboardInterrupt):
+        WholeCheckpointIO().save_checkpoint({"weight": torch.zeros(10_000)}, tmp_path / "last.ckpt")
 
 
 def test_files_are_written_where_a_mount_has_no_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
