@@ -111,7 +111,7 @@ def fall_of(values: Tensor, limit: float | None) -> tuple[int, str] | None:
 
 
 def reward_fell(history: History, column: int, name: str, limit: float | None) -> Alarm | None:
-    """Return an alarm when the trained reward is below its best; that of training tells a collapse from overfitting."""
+    """Return an alarm when the trained reward is below its best; training rewards tell collapse from overfitting."""
     fall = fall_of(history.values(column), limit)
     if fall is None:
         return None

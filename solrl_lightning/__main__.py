@@ -168,8 +168,8 @@ def _task(target: str) -> "Callable[[Run], Any]":
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        dashed = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
-        for flag in dashed:
+        flag = next((word for word in message.split() if word.startswith("--")), None)
+        if flag is not None and "unrecognized" in message:
             key, _, value = flag.removeprefix("--").partition("=")
             fix = f"Write {key.replace('-', '_')}={value or '<value>'}."
             raise UserError(f"{flag} is no flag (--hydra-help lists them), and an option has no dashes. {fix}")

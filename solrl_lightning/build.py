@@ -222,7 +222,7 @@ def build_rewards(reward: Reward, frames: str | int | None, device: torch.device
 
 
 def hide_loading_bars() -> None:
-    """Hide the bars for reading files of this machine; those of downloads stay as they are."""
+    """Hide the bars for reading files of this machine, and keep the bars of downloads."""
     downloads = not hub_utils.are_progress_bars_disabled()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()  # of the hub's downloads, too

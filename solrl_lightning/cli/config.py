@@ -40,7 +40,7 @@ _ONE_EACH = (
 )  # a run has one option of each
 _SEPARATORS = (",", "=")
 _UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads without quotes, in ASCII
-_REPEATS = re.compile(r"\$\{([\w.]+)\}")  # the value of a key that is that of another one
+_REPEATS = re.compile(r"\$\{([\w.]+)\}")  # the value of a key that repeats another key
 _QUOTED_HOME = re.compile(r"""(?<=[=,\[{:(\s])(["'])~/""")
 
 
@@ -72,11 +72,10 @@ class ConfigTree:
         folders = [f"file://{Path(config_dir).resolve()}"] if config_dir else []
         _check_files(folders)  # an error must precede a change of Hydra's global state
         Plugins.instance().register(_OwnOptions)
+        _OwnOptions.sources += tuple(folders)
         self._hydra = GlobalHydra.instance().hydra  # of a job
         GlobalHydra.instance().clear()
         self._context = initialize_config_module(CONFIG_MODULE, version_base="1.3")
-        if folders:
-            self.look_in(folders)
 
     def __enter__(self) -> "ConfigTree":
         self._context.__enter__()

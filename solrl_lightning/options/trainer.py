@@ -41,7 +41,7 @@ Strategy = must_be(
 
 
 def _made_of(group: str, fix: str) -> PlainValidator:
-    """Return the check of an argument that the program makes of a ``group`` of its own, so that no value has effect."""
+    """Return a check that refuses each value of an argument, because the program makes the argument of a ``group``."""
 
     def check(value: Any) -> NoReturn:
         raise Broken(f"the program makes it of the group {group}.", fix=fix)

@@ -158,7 +158,7 @@ def _read_processor(processor: str) -> tuple[Any, Any, Any]:
 
 
 def _read_weights(pretrained: str) -> dict[str, Tensor]:
-    """Return tensors by their names in ``Qwen2VLModel``; those of the head begin with rm_head."""
+    """Return tensors by their names in ``Qwen2VLModel``; names of the head begin with rm_head."""
     key = "reward.hpsv3.pretrained"
     file = fetch(pretrained, WEIGHTS, key=key, kind="HPSv3 model", hint=_HINT)
     try:
