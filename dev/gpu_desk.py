@@ -82,7 +82,8 @@ def _run(architecture: str, precision: str, hardware: Hardware) -> None:
         model = short_model(run, find_architecture(run.model.pretrained, pipeline), torch.device("meta"))
         with torch.device("meta"):  # without it, PEFT creates the adapters on the CPU
             transformers = build_transformers(
-                run,
+                run.model,
+                run.seed,
                 model,
                 compile_replicas=True,
                 compile_policy=trains,

@@ -43,7 +43,7 @@ from solrl_lightning.data.prompts import PromptSchedule, PromptSets
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine import attention
 from solrl_lightning.machine.threads import divide_threads
-from solrl_lightning.names import SHADOW, TRAINED
+from solrl_lightning.names import AUTO, SHADOW, TRAINED, Storage
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.options.model import Model, Quantization
 from solrl_lightning.options.reward import Reward
@@ -55,7 +55,7 @@ from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Reward as Scorer
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
-from solrl_lightning.rollout.stage import Sigmas
+from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.targets import make
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
@@ -221,6 +221,22 @@ def build_rewards(reward: Reward, frames: str | int | None, device: torch.device
     return WeightedRewards(loaded, weights, COMBINATIONS[reward.combine], frames)
 
 
+def build_tried_rewards(reward: Reward, model: Model, prompts: PromptSets, device: torch.device) -> WeightedRewards:
+    """Load the rewards, check the prompts by them, and try them on a grey image.
+
+    Raises:
+        UserError: a reward cannot score the prompts or an image.
+    """
+    prepare_device(device)
+    rewards = build_rewards(reward, model.frames, device)
+    for note in prompts.notes:
+        log.info("%s", note)
+    rewards.check_prompts([*prompts.train, *prompts.eval])
+    grey = torch.full((3, model.resolution, model.resolution), 0.5, device=device)
+    rewards.try_out(grey, [*prompts.train, *prompts.eval][0])
+    return rewards
+
+
 def hide_loading_bars() -> None:
     """Hide the bars for reading files of this machine, and keep the bars of downloads."""
     downloads = not hub_utils.are_progress_bars_disabled()
@@ -244,29 +260,41 @@ def prepare_device(device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def build_module(
-    cfg: Run,
-    prompts: PromptSets,
-    device: torch.device,
-    samplers: Collection[str],
-    objective: Objective | None = None,
-    settle: Callable[[Run, torch.device], Run] | None = None,
-) -> SolRLModule:
-    """Build the module with rewards and held-out prompts, which are checked against each other before the model is
-    loaded.
+def build_with_weights(cfg: Run, device: torch.device, samplers: Collection[str]) -> SolRLModule:
+    """Build the module of a task that scores: with rewards, held-out prompts, and the weights that ``cfg`` names."""
+    prompts = prompt_sets(cfg)
+    rewards = build_tried_rewards(cfg.reward, cfg.model, prompts, device)
+    module = build_model(cfg, device, samplers, rewards, prompts.eval[: cfg.data.eval_prompts])
+    load_weights(module, cfg)
+    return module
 
-    ``settle``: replaces the options that depend on the memory beside the rewards.
+
+def build_training(cfg: Run, prompts: PromptSets, trainer: Trainer) -> tuple[SolRLModule, ExploreTrainLoop]:
+    """Build the module and the loop of a run.
+
+    Raises:
+        UserError: a part is invalid; an objective, a reward or a prompt before the model is loaded.
     """
-    prepare_device(device)
-    rewards = build_rewards(cfg.reward, cfg.model.frames, device)
-    for note in prompts.notes:
-        log.info("%s", note)
-    rewards.check_prompts([*prompts.train, *prompts.eval])
-    grey = torch.full((3, cfg.model.resolution, cfg.model.resolution), 0.5, device=device)
-    rewards.try_out(grey, [*prompts.train, *prompts.eval][0])
-    if settle is not None:
-        cfg = settle(cfg, device)
-    return build_model(cfg, device, samplers, rewards, prompts.eval[: cfg.data.eval_prompts], objective)
+    device, objective = trainer.strategy.root_device, build_objective(cfg.objective)
+    rewards = build_tried_rewards(cfg.reward, cfg.model, prompts, device)
+    if cfg.model.gradient_checkpointing == AUTO:  # by the memory beside the rewards
+        from solrl_lightning.sizing.checkpointing import settle_checkpointing
+
+        cfg = settle_checkpointing(cfg, device, trainer.world_size)
+    module = build_model(cfg, device, cfg.samplers, rewards, prompts.eval[: cfg.data.eval_prompts], objective)
+    loop = ExploreTrainLoop(
+        trainer,
+        schedule=PromptSchedule(prompts.train, cfg.prompts_per_iteration, cfg.seed),
+        stages=cfg.family.stages(module.model.sigmas, objective.solver, objective.shared_noise),
+        pool=cfg.family.pool,
+        objective=objective,
+        micro_batch=cfg.model.micro_batch,
+        optimizer_steps=cfg.optimizer_steps,
+        seed=cfg.seed,
+        evaluate_every=cfg.evaluation.every,
+        max_seconds=cfg.max_seconds,
+    )
+    return module, loop
 
 
 def build_model(
@@ -277,16 +305,12 @@ def build_model(
     eval_prompts: Sequence[Prompt] = (),
     objective: Objective | None = None,
 ) -> SolRLModule:
-    """Build the module alone; without rewards it can only make pictures.
+    """Build the module of a run; without rewards it can only make pictures.
 
     ``samplers``: names of those that rollouts use. ``objective``: None builds that of ``cfg``.
     """
     prepare_device(device)
-    hide_loading_bars()
-    options: dict[str, Any] = dict(device=str(device), base_weights=cfg.base_weights, encode_on=cfg.encode_on)
-    if cfg.is_sharded:
-        options["transformer_device"] = "cpu"
-    model = make("model.policy", cfg.model.policy, takes=", ".join(f"`{name}`" for name in options), **options)
+    model = build_policy(cfg.model.policy, device, cfg.base_weights, cfg.encode_on, cfg.is_sharded)
     compiled = {}
     wishes = {"family.compile": cfg.family.compile, "compile_training": cfg.compile_training}
     for (key, choice), what in zip(wishes.items(), ("rollouts", "training steps"), strict=True):
@@ -303,7 +327,8 @@ def build_model(
         transformers = shard_transformers(model, trained_as(cfg.model, cfg.seed, True), cfg.model.rollout_batch)
     else:
         transformers = build_transformers(
-            cfg,
+            cfg.model,
+            cfg.seed,
             model,
             compile_replicas=compiled["family.compile"],
             compile_policy=compiled["compile_training"],
@@ -324,10 +349,22 @@ def build_model(
     )
 
 
-def build_transformers(cfg: Run, model: PipelineAdapter, **how: Any) -> Transformers:
+def build_policy(
+    node: Mapping[str, Any], device: torch.device, base_weights: Storage, encode_on: str, is_sharded: bool
+) -> PipelineAdapter:
+    """Load the text encoders, the transformer and the autoencoder."""
+    hide_loading_bars()
+    options: dict[str, Any] = dict(device=str(device), base_weights=base_weights, encode_on=encode_on)
+    if is_sharded:
+        options["transformer_device"] = "cpu"
+    policy: PipelineAdapter = make("model.policy", node, takes=", ".join(f"`{name}`" for name in options), **options)
+    return policy
+
+
+def build_transformers(options: Model, seed: int, model: PipelineAdapter, **how: Any) -> Transformers:
     """Return the transformers of a device that holds the whole model; ``how`` as in ``replicate``."""
-    trained, rule = trained_as(cfg.model, cfg.seed, cfg.is_sharded), quantization_rule(cfg.model.quantization)
-    return replicate(model, trained, cfg.model.rollout_batch, rule=rule, **how)
+    trained, rule = trained_as(options, seed, is_sharded=False), quantization_rule(options.quantization)
+    return replicate(model, trained, options.rollout_batch, rule=rule, **how)
 
 
 def trained_as(model: Model, seed: int, is_sharded: bool) -> Callable[[ModelMixin], TrainedTransformer]:
@@ -347,21 +384,3 @@ def trained_as(model: Model, seed: int, is_sharded: bool) -> Callable[[ModelMixi
 
 def quantization_rule(quantization: Quantization) -> QuantizationRule:
     return QuantizationRule(list(quantization.include), dict(quantization.exclude))
-
-
-def build_loop(
-    cfg: Run, prompts: Sequence[Prompt], trainer: Trainer, objective: Objective, sigmas: Sigmas
-) -> ExploreTrainLoop:
-    """Build the loop; ``sigmas``: the model's noise levels."""
-    return ExploreTrainLoop(
-        trainer,
-        schedule=PromptSchedule(prompts, cfg.prompts_per_iteration, cfg.seed),
-        stages=cfg.family.stages(sigmas, objective.solver, objective.shared_noise),
-        pool=cfg.family.pool,
-        objective=objective,
-        micro_batch=cfg.model.micro_batch,
-        optimizer_steps=cfg.optimizer_steps,
-        seed=cfg.seed,
-        evaluate_every=cfg.evaluation.every,
-        max_seconds=cfg.max_seconds,
-    )

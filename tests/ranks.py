@@ -15,13 +15,7 @@ from nano import MAX_WORDS, PROMPTS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from solrl_lightning.build import (
-    build_loop,
-    build_module,
-    build_objective,
-    instantiate_trainer,
-    with_option,
-)
+from solrl_lightning.build import build_training, instantiate_trainer, with_option
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankPrompts
@@ -98,10 +92,8 @@ def train(cfg: Run) -> dict[str, Any]:
     callbacks = [Requantize(), WeightEMA(), results]
     options = {"strategy": "auto"} if cfg.trainer["devices"] == 1 else {}  # a single process shards nothing
     trainer = instantiate_trainer(cfg.trainer, logger=False, enable_checkpointing=False, callbacks=callbacks, **options)
-    objective = build_objective(cfg.objective)
-    module = build_module(cfg, prompt_sets(cfg), trainer.strategy.root_device, cfg.samplers, objective)
+    module, loop = build_training(cfg, prompt_sets(cfg), trainer)
     module.rewards.rewards["shapes"].score = score  # type: ignore[method-assign]
-    loop = build_loop(cfg, prompt_sets(cfg).train, trainer, objective, module.model.sigmas)
     held_out = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
     trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out)

@@ -15,18 +15,17 @@ from huggingface_hub import utils as hub
 from hydra.errors import InstantiationException
 from lightning.pytorch import Trainer
 from nano import MAX_WORDS, save_nano
-from sigmas import uniform_sigmas
 from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import build
 from solrl_lightning.__main__ import prepare
 from solrl_lightning.artifacts.loggers import has_wandb_key, trackers_of
 from solrl_lightning.build import (
-    build_loop,
     build_model,
-    build_module,
     build_rewards,
     build_trainer,
+    build_training,
+    build_tried_rewards,
     device_of,
     instantiate_trainer,
     prepare_device,
@@ -262,12 +261,12 @@ def test_a_process_takes_its_gpu_and_kernels_before_anything_is_made_on_it(
 
     cfg = compose()
     for name, make in (
-        ("build_rewards", partial(build_module, cfg, prompt_sets(cfg))),
-        ("make", partial(build_model, cfg)),
+        ("build_rewards", partial(build_tried_rewards, cfg.reward, cfg.model, prompt_sets(cfg))),
+        ("build_policy", partial(build_model, cfg)),
     ):
         monkeypatch.setattr(build, name, made)
         with pytest.raises(KeyboardInterrupt):
-            make(device, [])
+            make(device)
         assert calls == [device, *kernels, "high", "made"]
         calls.clear()
     calls.extend(kernels)
@@ -383,10 +382,7 @@ def test_what_was_left_out_of_the_prompts_is_logged_once(
     overrides = (f"data.train='{file}'", "prompts_per_iteration=1", "trainer=cpu", f"model.pretrained='{pipeline}'")
     cfg = compose("experiment=smoke", *overrides)
     with caplog.at_level(logging.INFO, logger="solrl_lightning"):
-        trainer = trainer_of(cfg)
-        build_module(cfg, prompt_sets(cfg), CPU, cfg.samplers)
-        objective = NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5)
-        build_loop(cfg, prompt_sets(cfg).train, trainer, objective, uniform_sigmas)
+        build_training(cfg, prompt_sets(cfg), trainer_of(cfg))
     assert [message for message in caplog.messages if "prompts.txt" in message] == [
         f"{file}: dropped 1 repeated prompts of 2"
     ]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from solrl_lightning.build import build_module, with_option
+from solrl_lightning.build import build_model, with_option
 from solrl_lightning.names import SHADOW, Decoder
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
@@ -54,7 +54,7 @@ def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
 def forward_times(cfg: Run, device: torch.device) -> dict[str, Any]:
     """Return the median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     release(device)
-    module = build_module(cfg, prompt_sets(cfg), device, {SHADOW})
+    module = build_model(cfg, device, {SHADOW})
     module.requantize(version=0)
     originals = {"bf16": module.transformers.replicas["merged"], "shadow": module.transformers.replicas["shadow"]}
     shadow = module.transformers.shadow_backend
@@ -67,7 +67,7 @@ def forward_times(cfg: Run, device: torch.device) -> dict[str, Any]:
             compile_blocks(compiled, fullgraph=name != "shadow" or shadow.fullgraph)
             variants[f"{name} compiled"] = compiled
     batch = cfg.model.rollout_batch
-    _, conditioning = module.encode(module.evaluation.prompts[:1]).gather(torch.zeros(batch, dtype=torch.int64))
+    _, conditioning = module.encode(prompt_sets(cfg).eval[:1]).gather(torch.zeros(batch, dtype=torch.int64))
     x, sigma = module.model.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
     # torch 2.11 does not count the fused attention of a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -71,7 +71,8 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
     compiler = CompileCounterWithBackend("inductor" if compiled else "eager")
     trains, _ = should_compile("compile_training", "training steps", cfg.compile_training, device)
     transformers = build_transformers(
-        cfg,
+        cfg.model,
+        cfg.seed,
         model,
         compile_replicas=True,
         compile_policy=trains,

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from solrl_lightning.machine.memory import total_memory
-from solrl_lightning.names import AUTO
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.config_files import config_folder
 from solrl_lightning.quantization import resolve_from
@@ -19,12 +18,10 @@ _ALLOCATOR = 2e9  # bytes of CUDA and of the allocator's cache
 
 
 def settle_checkpointing(cfg: Run, device: torch.device, devices: int = 1) -> Run:
-    """Return the options for training on one of ``devices``, without ``auto``, and log the choice.
+    """Return the options for training on one of ``devices`` with a choice for ``auto``, and log it.
 
     Call it when the rewards are on the device: they may take more than `RESERVE`.
     """
-    if cfg.model.gradient_checkpointing != AUTO:
-        return cfg
     blocks: Any = True
     if config_folder(cfg.model.pretrained) is None:
         log.info("%s=auto is true: there are no config files of %s to plan by", RECOMPUTED, cfg.model.pretrained)

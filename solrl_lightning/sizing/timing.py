@@ -10,7 +10,7 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
 
-from solrl_lightning.build import build_loop, build_module, build_objective
+from solrl_lightning.build import build_training
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.data.loaders import RankPrompts
@@ -19,7 +19,6 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
 from solrl_lightning.options.trainer import named_devices
 from solrl_lightning.run_prompts import prompt_sets
-from solrl_lightning.sizing.checkpointing import settle_checkpointing
 
 _ROUNDS, _SECONDS = 20, 0.5  # of ``least_seconds``: maximum number of timed calls, and when no call starts any more
 
@@ -70,10 +69,7 @@ def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    objective = build_objective(cfg.objective)
-    prompts = prompt_sets(cfg)
-    module = build_module(cfg, prompts, device, cfg.samplers, objective, settle_checkpointing)
-    loop = build_loop(cfg, prompts.train, trainer, objective, module.model.sigmas)
+    module, loop = build_training(cfg, prompt_sets(cfg), trainer)
     trainer.fit(module, loop.loader, RankPrompts([], 0, 1))
     return list(timings.history)
 

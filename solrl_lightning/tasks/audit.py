@@ -27,7 +27,7 @@ from torch import Tensor
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.formatting import command_line
 from solrl_lightning.artifacts.tables import write_json
-from solrl_lightning.build import build_module, device_of, load_weights, with_option
+from solrl_lightning.build import build_with_weights, device_of, with_option
 from solrl_lightning.data.prompt import identities
 from solrl_lightning.metrics.rank import RankFidelity
 from solrl_lightning.metrics.selection_gain import (
@@ -46,7 +46,6 @@ from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, velocities_per_prompt
-from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
 from solrl_lightning.tasks.audit_text import format_audit, format_search, format_verdict
@@ -219,8 +218,7 @@ class Loaded(NamedTuple):
 
 
 def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
-    task, module = cfg.task_as(Audit), build_module(cfg, prompt_sets(cfg), device_of(cfg.trainer), samplers)
-    load_weights(module, cfg)
+    task, module = cfg.task_as(Audit), build_with_weights(cfg, device_of(cfg.trainer), samplers)
     module.requantize(version=0)
     prompts = module.encode(module.evaluation.prompts[: task.prompts])
     return Loaded(module, prompts, pool_seeds(cfg.seed, 0, identities(prompts.prompts), task.pool))

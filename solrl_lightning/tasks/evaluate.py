@@ -26,13 +26,12 @@ from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.formatting import numbers
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png
 from solrl_lightning.artifacts.tables import format_table, write_json
-from solrl_lightning.build import build_module, instantiate_trainer, load_weights
+from solrl_lightning.build import build_with_weights, instantiate_trainer
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Evaluate
-from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.study.confidence import Mean, mean_of
 from solrl_lightning.training.evaluation import Evaluation
@@ -56,8 +55,7 @@ def evaluate(cfg: Run) -> dict[str, Any]:
     task = cfg.task_as(Evaluate)
     started = time.perf_counter()
     trainer = instantiate_trainer(cfg.trainer, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    module = build_module(cfg, prompt_sets(cfg), trainer.strategy.root_device, ())
-    load_weights(module, cfg)
+    module = build_with_weights(cfg, trainer.strategy.root_device, ())
     weights = {"base": "base"} | cfg.weights
     scorer = Scorer(module, weights, task.grid_prompts, task.grid_images)
     rank_prompts = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)

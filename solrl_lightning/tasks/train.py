@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,7 @@ from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_sta
 from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.formatting import counted, path_option
 from solrl_lightning.artifacts.run_folder import LOG, commit_overrides, is_resuming
-from solrl_lightning.build import (
-    build_loop,
-    build_module,
-    build_objective,
-    build_trainer,
-    load_weights,
-)
+from solrl_lightning.build import build_trainer, build_training, load_weights
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.summary import base_and_final
@@ -35,7 +28,7 @@ from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
-from solrl_lightning.names import AUTO, TRAINED
+from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.quantization.backends import Hardware, hardware_of
@@ -72,7 +65,6 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         for state in checkpoint["optimizer_states"]:
             check_fits(optimizer, state)
     seed_everything(cfg.seed, verbose=False)
-    objective = build_objective(cfg.objective)
     trainer = build_trainer(cfg.trainer, cfg.callbacks, cfg.logger)
     folder = Path(cfg.run_dir)
     # The recorded command line changes once the checkpoint is loaded.
@@ -86,12 +78,7 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         from solrl_lightning.explorers.cluster import explorers_of  # Ray is an optional dependency
 
         explorers = stack.enter_context(explorers_of(cfg, trainer.global_rank, trainer.world_size, device))
-    settle = None
-    if cfg.model.gradient_checkpointing == AUTO:
-        from solrl_lightning.sizing.checkpointing import settle_checkpointing
-
-        settle = partial(settle_checkpointing, devices=trainer.world_size)
-    module = build_module(cfg, prompts, device, cfg.samplers, objective, settle)
+    module, loop = build_training(cfg, prompts, trainer)
     if checkpoint is None:
         load_weights(module, cfg)
     else:
@@ -107,7 +94,6 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
     if shadow_layers := module.transformers.shadow_layers:
         file_logger.info("%s", shadow_layers)
         log.info("%s; table in %s", shadow_layers.splitlines()[-1].strip(), folder / LOG)
-    loop = build_loop(cfg, prompts.train, trainer, objective, module.model.sigmas)
     if cfg.explores_elsewhere:
         from solrl_lightning.explorers.sampler import RaySampler
 

@@ -174,8 +174,6 @@ def test_auto_is_the_same_in_plan_and_run(compose: Compose, monkeypatch: pytest.
         settled = settle_checkpointing(compose(*options), torch.device("cpu")).model
         assert settled.gradient_checkpointing == settled.policy["gradient_checkpointing"] == blocks  # type: ignore[typeddict-item]
         assert caplog.messages[-1].startswith(f"{RECOMPUTED}=auto is {str(blocks).lower()} here: peaks false ")
-    chosen = compose(*options, f"{RECOMPUTED}=true")
-    assert settle_checkpointing(chosen, torch.device("cpu")) is chosen
     task = compose("task=plan").task_as(Plan)
     assert task.reserve == RESERVE
     unknown = compose(*options, "model.pretrained=me/mine")

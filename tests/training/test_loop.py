@@ -15,10 +15,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from nano import MAX_WORDS, save_nano, save_preview_decoder
-from sigmas import uniform_sigmas
 from torch import Tensor
 
-from solrl_lightning.build import build_loop, build_module, build_objective
+from solrl_lightning.build import build_training
 from solrl_lightning.callbacks import ema
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
@@ -137,10 +136,7 @@ def make(tmp_path: Path, *overrides: str, callbacks: tuple[Callback, ...] = (), 
         enable_checkpointing=checkpoints,
         callbacks=[Requantize(), WeightEMA(), *callbacks, recorder],
     )
-    objective = build_objective(cfg.objective)
-    prompts = prompt_sets(cfg)
-    module = build_module(cfg, prompts, trainer.strategy.root_device, cfg.samplers, objective)
-    loop = build_loop(cfg, prompts.train, trainer, objective, module.model.sigmas)
+    module, loop = build_training(cfg, prompt_sets(cfg), trainer)
     return Run(module, trainer, loop, recorder)
 
 
@@ -748,7 +744,7 @@ def test_more_devices_than_prompts_raises(tmp_path: Path) -> None:
     cfg = composed("prompts_per_iteration=1")
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="prompts_per_iteration=.* is invalid: every device needs at least one prompt"):
-        build_loop(cfg, [Prompt("a")], trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5), uniform_sigmas)
+        build_training(cfg, prompt_sets(cfg), trainer)
 
 
 def test_only_policy_is_trained_and_old_policy_follows(tmp_path: Path) -> None:
