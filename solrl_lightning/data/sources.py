@@ -156,9 +156,13 @@ def check_source(source: str) -> None:
             f"the path {path} {problem} (looked in {Path.cwd()}), and the named sources are {', '.join(SOURCES)}.{hint}"
         )
     if path.suffix.lower() == ".json":
+        file, lines = str(path), str(path.with_suffix(".jsonl"))
+        read = f"pandas.read_json({file!r}, dtype=False)"
+        code = f"import pandas; {read}.to_json({lines!r}, orient='records', lines=True)"
         raise UserError(
-            f"the prompt file {path} is invalid: it must be a table ({', '.join(_TABLES)}), a .jsonl file, or text "
-            f"with one prompt a line. Convert it: {_conversion(path)}"
+            f"the prompt file {path} is invalid: it must have an object a line, in a .jsonl file. If it has, rename "
+            f"it: mv {shell_quoted(file)} {shell_quoted(lines)}. Convert a list of objects or a table of pandas: "
+            f"python -c {shell_quoted(code)}"
         )
     if path.suffix.lower() not in ("", ".txt", *_TABLES, *_JSON_LINES):
         raise UserError(
@@ -166,38 +170,6 @@ def check_source(source: str) -> None:
             f"have no ending. If each line of it is a prompt, give it another name: cp "
             f"{shell_quoted(str(path))} {shell_quoted(str(path.with_suffix('.txt')))}"
         )
-
-
-def _conversion(path: Path) -> str:
-    """Return a command that makes a .jsonl file of a .json file, with a key <outer>.<inner> for each nested one.
-
-    Its values stay as they are: "007" is no number.
-    """
-    lines = path.with_suffix(".jsonl")
-    text = _read_utf8(path)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, list | dict):  # one object a line, or no JSON, which reading the .jsonl file then tells
-        return f"mv {shell_quoted(str(path))} {shell_quoted(str(lines))}"
-    rows = f"json.loads(Path({str(path)!r}).read_text('utf-8-sig'))"
-    if isinstance(content, dict):
-        lists = [key for key, value in content.items() if isinstance(value, list)]
-        of_frame = any(isinstance(value, dict) and "0" in value for value in content.values())  # of DataFrame.to_json
-        if len(lists) == 1 or len({len(content[key]) for key in lists}) > 1:  # as COCO's images and annotations
-            longest = max(lists, key=lambda key: len(content[key]))
-            rows, content = f"{rows}[{longest!r}]", content[longest]
-        elif lists or of_frame:
-            rows, content = f"pd.DataFrame({rows}).to_dict('records')", []
-        else:
-            rows, content = f"{rows}.values()", [*content.values()]
-    row = "dict(prompt=row)" if content and isinstance(content[0], str) else "row"
-    if any(isinstance(value, dict) for each in content if isinstance(each, dict) for value in each.values()):
-        row = "pd.json_normalize(row).to_dict('records')[0]"
-    pandas = "import pandas as pd; " if "pd." in row + rows else ""
-    write = f"Path({str(lines)!r}).write_text(chr(10).join(json.dumps({row}) for row in {rows}))"
-    return f"python -c {shell_quoted(f'import json; from pathlib import Path; {pandas}{write}')}"
 
 
 def dataset_of(source: str) -> str | None:
@@ -443,11 +415,10 @@ def _read_hub(
     try:
         table = datasets.load_dataset(dataset, data_files=file, split=split)
     except datasets.exceptions.DatasetNotFoundError as error:
-        step = "Check owner and name. If it is private, log in with `hf auth login`."
-        if "gated" in str(error):
-            page = f"https://huggingface.co/datasets/{dataset}"
-            step = f"Accept its terms on {page}, then log in with `hf auth login` or set HF_TOKEN."
-        raise UserError(f"the data set {name} cannot be accessed: {sentence(error)} {step}") from error
+        raise UserError(
+            f"the data set {name} cannot be accessed: {sentence(error)} Check owner and name. If it is gated, accept "
+            f"its terms on https://huggingface.co/datasets/{dataset}; if it is private, too, log in: hf auth login."
+        ) from error
     except ConnectionError as error:
         raise UserError(
             f"the data set {name} is not on this machine and the hub cannot be reached: {sentence(error)} Check the "
@@ -456,28 +427,17 @@ def _read_hub(
         ) from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        fix = _way_to_read(dataset, split, reason)
-        raise UserError(f"the data set {name} cannot be read: {reason}. {fix}") from error
+        load = f"datasets.load_dataset({dataset!r}, '<configuration>', split='<split>')"
+        code = f"import datasets; {load}.to_parquet('prompts.parquet')"
+        raise UserError(
+            f"the data set {name} cannot be read: {reason}. Name a split that it has; of one with several "
+            f"configurations, run python -c {shell_quoted(code)} and name that file; of any other, write the prompts "
+            "to a text file, one a line, and name that."
+        ) from error
     _check_column(table.column_names, column, name)
     if others is not None:
         table = table.select_columns([column, *others]).rename_columns(dict(others))
     return _table_records(table.data.table, column, name)
-
-
-def _way_to_read(dataset: str, split: str, reason: str) -> str:
-    """Return what to do about a data set that ``datasets`` does not read for this ``reason``."""
-    names = re.findall(r"'([^']+)'", reason.partition(" one ")[2])  # the splits or the configurations that there are
-    if reason.startswith("Unknown split") and names:
-        return f"Name one that it has, as {HUB}{dataset}/{names[0]}."
-    if reason.startswith("Config name is missing") and names:
-        load = f"load_dataset({dataset!r}, {names[0]!r}, split={split!r})"
-        code = f"import datasets; datasets.{load}.to_parquet('prompts.parquet')"
-        return f"Run python -c {shell_quoted(code)}, and name that file."
-    write = "write its prompts to a text file, one a line, and name that"
-    if reason.startswith("Dataset scripts"):
-        get = f"hf download --repo-type dataset {dataset} --revision refs/convert/parquet --local-dir {dataset}-parquet"
-        return f"Where the hub has made parquet files of it, run `{get}` and name one of them; otherwise {write}."
-    return f"{write[0].upper()}{write[1:]}."
 
 
 def _read_github(repository: str, file: str) -> list[Prompt]:

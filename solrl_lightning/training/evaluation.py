@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,6 @@ from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.seeds import evaluation_seeds
 
 log = logging.getLogger(__name__)
-
-
-class Score(Protocol):
-    """Samples and scores images; see ``SolRLModule.score``."""
-
-    def __call__(
-        self, prompts: list[Prompt], seeds: Tensor, *, steps: int, decode: Callable[[Tensor], Tensor]
-    ) -> Candidates: ...
 
 
 class Estimate:
@@ -122,8 +114,13 @@ class Evaluation:
         several = len(self.names) > candidates.scores.shape[-1]
         return torch.cat([candidates.scores, candidates.rewards[..., None]], dim=-1) if several else candidates.scores
 
-    def measure(self, prompts: list[Prompt], score: Score, decode: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the rows of ``table`` for some of the prompts; ``decode``: latents -> images, of the model."""
+    def measure(
+        self, prompts: list[Prompt], score: Callable[..., Candidates], decode: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return the rows of ``table`` for some of the prompts.
+
+        ``score``: see ``SolRLModule.score``; ``decode``: latents -> images, of the model.
+        """
         statistics: list[Tensor] = []
         parts: list[Tensor] = []
         of_images = iter([prompt for prompt in prompts for _ in range(self.images)])

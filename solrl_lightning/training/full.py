@@ -13,7 +13,7 @@ there.
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +26,6 @@ from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.quantization import Backend, LayerPlan, convert
 from solrl_lightning.training.transformers import TrainedTransformer
 
 
@@ -100,12 +99,6 @@ class FullTransformer(TrainedTransformer):
 
     def _norm(self, tensors: Iterator[Tensor]) -> Tensor:
         return norm_of_all(tensors)
-
-    def quantize(self, shadow: nn.Module, plans: Sequence[LayerPlan], backend: Backend) -> None:
-        convert(shadow, plans, backend)
-
-    def untie(self, module: nn.Module) -> None:
-        replica.untie_parameters(module, self._base)
 
     def write(self, module: nn.Module, state: State) -> None:
         replica.write_parameters(module, state.items())

@@ -54,13 +54,15 @@ class Explorers(Sampler, Protocol):
         """Return what is logged as ``explore/<name>`` after an iteration: a mean ``lag``, and counts to be added."""
 
 
-class PolicySampler:
-    """The trained transformer, in model.train=lora with its LoRA branches.
+class LocalSampler:
+    """A transformer of this process: the trained one, in model.train=lora with its LoRA branches, or a replica.
 
     Args:
         model: whose transformer samples.
-        old: context with the transformer of the old policy, or of the same with other trained weights.
+        old: context with the transformer of the old policy, or of the same with other trained weights; a replica has
+            those that were written last.
         batch_size: candidates per forward pass.
+        write: writes trained weights into a replica in place.
     """
 
     def __init__(
@@ -68,10 +70,11 @@ class PolicySampler:
         model: PipelineAdapter,
         old: Callable[[State | None], AbstractContextManager[nn.Module]],
         batch_size: BatchSize,
+        write: Callable[[State], None] = lambda state: None,
     ) -> None:
         self.model, self.batch_size = model, batch_size
         self.version: int | None = None
-        self._old = old
+        self._old, self._write = old, write
         self._state: State | None = None
 
     def sample(
@@ -87,43 +90,6 @@ class PolicySampler:
             yield from iter_sampled_chunks(self.model, transformer, self.batch_size, *how)
 
     def sync(self, state: State, version: int | None) -> None:
-        """Sample with ``state``; the transformer has every version of the old policy already."""
+        """Sample with ``state``; the trained transformer has every version of the old policy already."""
+        self._write(state)
         self._state, self.version = (state if version is None else None), version
-
-
-class ReplicaSampler:
-    """A transformer without LoRA layers, which the old policy is written into: see ``TrainedTransformer.write``.
-
-    Args:
-        model: of whose transformer this is a replica.
-        transformer: the replica.
-        write: writes trained weights into the replica in place.
-        batch_size: candidates per forward pass.
-    """
-
-    def __init__(
-        self,
-        model: PipelineAdapter,
-        transformer: nn.Module,
-        write: Callable[[nn.Module, State], None],
-        batch_size: BatchSize,
-    ) -> None:
-        self.model, self.transformer, self.batch_size = model, transformer, batch_size
-        self._write = write
-        self.version: int | None = None
-
-    def sample(
-        self,
-        stage: Stage,
-        prompts: EncodedPrompts,
-        seeds: Tensor,
-        initial_state: SolverState | None = None,
-    ) -> Generator[Chunk, None, None]:
-        """Yield the sampled chunks of seeds [P, N]."""
-        how = stage, prompts, seeds, initial_state
-        yield from iter_sampled_chunks(self.model, self.transformer, self.batch_size, *how)
-
-    def sync(self, state: State, version: int | None) -> None:
-        """Write ``state`` into the replica in place."""
-        self._write(self.transformer, state)
-        self.version = version

@@ -2,29 +2,21 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.rules import NotNegative, Positive
 
 
-@dataclass(frozen=True)
-class LinearRamp:
-    """Returns 0 up to step `start`, then rises by `slope` per step up to `maximum`."""
-
-    start: int
-    slope: float
-    maximum: float
-
-    def __call__(self, step: int) -> float:
-        return min(self.slope * max(step - self.start, 0), self.maximum)
+def linear_ramp(start: int, slope: float, maximum: float) -> Callable[[int], float]:
+    """Return a function that is 0 up to step `start`, then rises by `slope` per step up to `maximum`."""
+    return lambda step: min(slope * max(step - start, 0), maximum)
 
 
 # decay_type of the published code of DiffusionNFT and Sol-RL
 DECAY_TYPES = {
-    0: LinearRamp(start=0, slope=0.0, maximum=0.0),  # the old policy equals the policy
-    1: LinearRamp(start=0, slope=0.001, maximum=0.5),  # default
-    2: LinearRamp(start=75, slope=0.0075, maximum=0.999),
+    0: linear_ramp(start=0, slope=0.0, maximum=0.0),  # the old policy equals the policy
+    1: linear_ramp(start=0, slope=0.001, maximum=0.5),  # default
+    2: linear_ramp(start=75, slope=0.0075, maximum=0.999),
 }
 CUSTOM = 3
 
@@ -61,7 +53,7 @@ def old_policy_decay(
             f"old_policy.slope={slope} with old_policy.maximum={maximum} is invalid: slope must be at least 0, and "
             "maximum must be in [0, 1), because a decay of 1 freezes the old policy."
         )
-    return LinearRamp(start, slope, maximum)
+    return linear_ramp(start, slope, maximum)
 
 
 def ema_decay(step: int) -> float:

@@ -24,7 +24,7 @@ from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE
 from solrl_lightning.options.trainer import check_shares
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.chunks import BatchSize
-from solrl_lightning.training.samplers import PolicySampler
+from solrl_lightning.training.samplers import LocalSampler
 from solrl_lightning.training.sharded_full import ShardedFullTransformer, shard_blocks
 from solrl_lightning.training.shards import gather, shard_like
 from solrl_lightning.training.transformers import TrainedTransformer, Transformers, VelocityModel
@@ -140,7 +140,7 @@ def shard_transformers(
     """
     trained = train(model.transformer)
     trained.freeze(model.unused_layers)
-    sampler = PolicySampler(model, trained.old, FixedBatchSize(batch_size, pad_to_size=False))
+    sampler = LocalSampler(model, trained.old, FixedBatchSize(batch_size, pad_to_size=False))
     velocity_models: dict[str, VelocityModel] = {
         OLD: trained.old,
         REFERENCE: lambda: trained.old(trained.state("base")),

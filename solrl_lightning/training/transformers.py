@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -30,29 +31,16 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW, TRAINED, Storage
-from solrl_lightning.policies import replica
+from solrl_lightning.policies import lora, replica
 from solrl_lightning.policies.compilation import compile_blocks
-from solrl_lightning.policies.lora import (
-    State,
-    active_adapter,
-    adapter_state,
-    add_adapters,
-    base_norm,
-    follow,
-    freeze_adapters,
-    load_state,
-    merged_weights,
-    read_lora,
-    update_norms,
-    with_weights,
-)
+from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.quantization import Backend, LayerPlan, QuantizationRule, convert, format_table
+from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table
 from solrl_lightning.quantization import plan as plan_quantization
 from solrl_lightning.quantization.shared_inputs import sharing_inputs
 from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.rollout.stage import EXPLORE, Stage
-from solrl_lightning.training.samplers import Explorers, PolicySampler, ReplicaSampler, Sampler
+from solrl_lightning.training.samplers import Explorers, LocalSampler, Sampler
 
 log = logging.getLogger(__name__)
 
@@ -108,19 +96,11 @@ class TrainedTransformer(ABC):
 
     def update_old(self, decay: float) -> None:
         """Update the old policy in place: old <- decay * old + (1 - decay) * trained."""
-        follow(self.state(OLD), self.state(TRAINED), decay)
+        lora.follow(self.state(OLD), self.state(TRAINED), decay)
 
     @abstractmethod
     def distances(self) -> dict[str, Tensor]:
         """Return the L2 distances of the trained weights from base and old policy, relative to ``base_norm``."""
-
-    @abstractmethod
-    def quantize(self, shadow: nn.Module, plans: Sequence[LayerPlan], backend: Backend) -> None:
-        """Replace the planned layers of ``shadow`` in place."""
-
-    @abstractmethod
-    def untie(self, module: nn.Module) -> None:
-        """Copy what ``write`` overwrites in a replica that shares the base weights."""
 
     @abstractmethod
     def write(self, module: nn.Module, state: State) -> None:
@@ -147,8 +127,8 @@ class AdaptedTransformer(TrainedTransformer):
     def __init__(self, transformer: ModelMixin, config: LoraConfig, seed: int) -> None:
         self.transformer = self.weights = transformer.train()  # none of these models has dropout
         self.config, self.alpha = config, config.lora_alpha
-        self.lora_layers: dict[str, LoraLayer] = add_adapters(transformer, config, seed)
-        self.base_norm = base_norm(self.lora_layers)  # of all adapted layers; before a strategy shards the weights
+        self.lora_layers: dict[str, LoraLayer] = lora.add_adapters(transformer, config, seed)
+        self.base_norm = lora.base_norm(self.lora_layers)  # of all adapted layers; before a strategy shards the weights
 
     @property
     def replaced(self) -> list[str]:
@@ -158,7 +138,7 @@ class AdaptedTransformer(TrainedTransformer):
         return ".lora_" in name
 
     def freeze(self, layers: Iterable[str]) -> None:
-        freeze_adapters(self.lora_layers, layers)
+        lora.freeze_adapters(self.lora_layers, layers)
 
     def current(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.transformer)
@@ -167,7 +147,7 @@ class AdaptedTransformer(TrainedTransformer):
         """Return adapter "default" or "old", the tensors themselves, or zeros for "base"."""
         if name == "base":
             return {key: torch.zeros_like(value) for key, value in self.state(TRAINED).items()}
-        return adapter_state(self.lora_layers, name)
+        return lora.adapter_state(self.lora_layers, name)
 
     @contextmanager
     def old(self, state: State | None = None) -> Iterator[nn.Module]:
@@ -175,29 +155,23 @@ class AdaptedTransformer(TrainedTransformer):
 
         Restores "default" as the active adapter, and the weights.
         """
-        weights = nullcontext() if state is None else with_weights(self.lora_layers, OLD, state)
-        with weights, active_adapter(self.transformer, self.lora_layers, OLD) as transformer:
+        weights = nullcontext() if state is None else lora.with_weights(self.lora_layers, OLD, state)
+        with weights, lora.active_adapter(self.transformer, self.lora_layers, OLD) as transformer:
             yield transformer
 
-    def start_from(self, lora: Path, pipeline_class: type[DiffusionPipeline]) -> None:
+    def start_from(self, file: Path, pipeline_class: type[DiffusionPipeline]) -> None:
         """Load a LoRA into both adapters; raises ``UserError`` if it does not fit (`read_lora`)."""
-        state = read_lora(lora, self.transformer, self.lora_layers, pipeline_class)
+        state = lora.read_lora(file, self.transformer, self.lora_layers, pipeline_class)
         for name in (TRAINED, OLD):
-            load_state(self.lora_layers, name, state)
+            lora.load_state(self.lora_layers, name, state)
 
     def distances(self) -> dict[str, Tensor]:
-        update, difference = update_norms(self.lora_layers)
+        update, difference = lora.update_norms(self.lora_layers)
         return {"base_distance": update / self.base_norm, "old_distance": difference / self.base_norm}
-
-    def quantize(self, shadow: nn.Module, plans: Sequence[LayerPlan], backend: Backend) -> None:
-        convert(shadow, plans, backend)
-
-    def untie(self, module: nn.Module) -> None:
-        replica.untie_parameters(module, self.replaced)
 
     def write(self, module: nn.Module, state: State) -> None:
         """Write ``state``, merged with the base weights, into a replica in place."""
-        replica.write_parameters(module, merged_weights(self.lora_layers, state))
+        replica.write_parameters(module, lora.merged_weights(self.lora_layers, state))
 
     def save(self, model: PipelineAdapter, folder: Path, state: State) -> None:
         """Write an adapter in the format of diffusers' ``pipe.load_lora_weights(folder)``."""
@@ -243,9 +217,9 @@ class Transformers:
         return "no shadow" if shadow is None else f"{shadow.precision} ({shadow.name})"
 
 
-def as_it_is(transformer: nn.Module) -> VelocityModel:
-    """Return contexts with a transformer that computes its velocity as it is."""
-    return lambda: nullcontext(transformer)
+def as_it_is(transformer: nn.Module) -> Callable[..., AbstractContextManager[nn.Module]]:
+    """Return contexts with a transformer as it is, whatever the weights that are asked for."""
+    return lambda state=None: nullcontext(transformer)
 
 
 def replicate(
@@ -280,9 +254,9 @@ def replicate(
         plans = plan_quantization(replicas[SHADOW], rule, backend)
         log.info("%s", backend.description)
         shadow_layers = format_table(plans)
-        trained.quantize(replicas[SHADOW], plans, backend)
+        convert(replicas[SHADOW], plans, backend)
     for module in replicas.values():
-        trained.untie(module)
+        replica.untie_parameters(module, trained.replaced)
     if compile_replicas:
         for module in (reference, replicas[MERGED]):
             compile_blocks(module, backend=compiler)
@@ -290,10 +264,10 @@ def replicate(
             compile_blocks(replicas[SHADOW], backend.fullgraph, sharing_inputs(compiler))
     if compile_policy:
         compile_blocks(trained.transformer, backend=compiler)
-    samplers: dict[str, Sampler] = {
-        name: ReplicaSampler(model, module, trained.write, BatchSize(batch_size, pad_to_size=compile_replicas))
-        for name, module in replicas.items()
-    }
-    samplers[POLICY] = PolicySampler(model, trained.old, BatchSize(batch_size, pad_to_size=compile_policy))
+    samplers: dict[str, Sampler] = {}
+    for name, module in replicas.items():
+        size = BatchSize(batch_size, pad_to_size=compile_replicas)
+        samplers[name] = LocalSampler(model, as_it_is(module), size, partial(trained.write, module))
+    samplers[POLICY] = LocalSampler(model, trained.old, BatchSize(batch_size, pad_to_size=compile_policy))
     velocity_models = {OLD: trained.old, REFERENCE: as_it_is(reference)}
     return Transformers(trained, samplers, velocity_models, replicas, backend if with_shadow else None, shadow_layers)
