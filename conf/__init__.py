@@ -24,6 +24,8 @@ OmegaConf.register_new_resolver(
 OmegaConf.register_new_resolver("launched", launched, replace=True, use_cache=True)
 # ${between:<pool>,<keep>} is their geometric mean, of equal ratios to both.
 OmegaConf.register_new_resolver("between", lambda *counts: _geometric_mean(*counts), replace=True)
+# ${selecting:<pool>,<keep>} is a pool that leaves a choice.
+OmegaConf.register_new_resolver("selecting", lambda pool, keep: 4 * keep if pool == keep else pool, replace=True)
 OmegaConf.register_new_resolver("folder_name", lambda folder: Path(folder).name, replace=True)
 
 

@@ -173,7 +173,8 @@ class _Parser(ArgumentParser):
             key, _, value = flag.removeprefix("--").partition("=")
             fix = f"Write {key.replace('-', '_')}={value or '<value>'}."
             raise UserError(f"{flag} is no flag (--hydra-help lists them), and an option has no dashes. {fix}")
-        raise UserError(f"{message}. --hydra-help lists the flags.")
+        notebook = "In a notebook write main([<option>, ...]). " if "ipykernel" in sys.modules else ""
+        raise UserError(f"{message}. {notebook}--hydra-help lists the flags.")
 
 
 def _flags(arguments: list[str]) -> Namespace:
@@ -196,6 +197,8 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
     Raises:
         UserError: for the first mistake.
     """
+    if isinstance(arguments, str):
+        raise UserError(f"main({arguments!r}) is invalid: it takes a list. Write main({arguments.split()}).")
     flags = _flags(arguments)
     if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}

@@ -36,7 +36,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def opened_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces ``path`` on exit; after a crash it has its old or its new content.
+    """Yield a temporary file that replaces ``path`` on exit, or is removed; ``path`` has its old or its new content.
 
     Raises:
         WriteError: writing fails, for example on a full disk; the old file is intact.
@@ -50,9 +50,10 @@ def opened_atomically(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        with suppress(OSError):  # the folder may not exist
-            temporary.unlink()
         raise WriteError.of(path, error) from error
+    finally:
+        with suppress(OSError):  # replaced, or the folder may not exist
+            temporary.unlink()
 
 
 def finite_only(value: Any) -> Any:

@@ -40,6 +40,8 @@ _ONE_EACH = (
 )  # a run has one option of each
 _SEPARATORS = (",", "=")
 _UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads without quotes, in ASCII
+_OF_THE_PROGRAM = re.compile(r"task\.(reads|overrides)|callbacks\.summary\.hparams(\..*)?")  # with facts of the run
+_STRAIGHT = str.maketrans("\u201c\u201d\u201e\u00ab\u00bb\u2018\u2019\u201a", '"' * 5 + "'" * 3)  # typographic quotes
 _REPEATS = re.compile(r"\$\{([\w.]+)\}")  # the value of a key that repeats another key
 _QUOTED_HOME = re.compile(r"""(?<=[=,\[{:(\s])(["'])~/""")
 
@@ -132,8 +134,11 @@ class ConfigTree:
     def _unreadable(self, arguments: Sequence[str], index: int) -> str:
         argument = _whole(arguments, index)
         is_split = argument != arguments[index]
+        straight = argument.translate(_STRAIGHT)
+        inner = straight[1:].removesuffix(straight[0]) if straight[:1] in ("'", '"') else straight
+        if straight != argument and self._reads(inner):
+            return f"Cannot read {argument!r}: its quotes are those of a word processor. Write {shlex.quote(inner)}."
         if argument[:1] in ("'", '"'):  # as in a list of arguments of an editor, or in a variable of a shell
-            inner = argument[1:].removesuffix(argument[0])
             return f"Cannot read {argument!r}: no shell has read its outer quotes. Write {inner}."
         key, equals, value = argument.partition("=")
         if equals and not key:
@@ -226,6 +231,8 @@ class ConfigTree:
         if any(override.key_or_group == "run_dir" for override in overrides):
             raise UserError("run_dir follows from the folder of the run. Set that with hydra.run.dir=<folder>.")
         for override in overrides:
+            if _OF_THE_PROGRAM.fullmatch(override.key_or_group) and not override.is_add():
+                raise UserError(f"{override.input_line} is invalid: the program sets that key. Leave it out.")
             options = override.value() if self.options(override.key_or_group) else None
             if isinstance(options, list) and any(options.count(option) > 1 for option in options):
                 raise UserError(f"{override.input_line} is invalid: it names an option twice. Name each once.")

@@ -72,10 +72,10 @@ class Run(Group):
     """When the policy is evaluated."""
     ckpt: str | None
     """Checkpoint to resume from or to evaluate."""
-    task: AnyTask
-    """What is done."""
     family: Family
     """How training samples are chosen."""
+    task: AnyTask
+    """What is done."""
     explorers: Explorers
     """What explores for the run."""
     objective: Node

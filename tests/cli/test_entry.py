@@ -30,6 +30,7 @@ from small_runs import SMALL, Command, files_of
 from take_away import POINTER
 
 import solrl_lightning
+from solrl_lightning.__main__ import main
 from solrl_lightning.artifacts.run_folder import claimed, run_of
 from solrl_lightning.build import with_option
 from solrl_lightning.cli.config import ConfigTree
@@ -331,6 +332,10 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("'task.prompts=[a cat, x=y]'", 'needs quotes that survive the shell: \'task.prompts=["a cat","x=y"]\'.'),
         ("\"'optimizer.lr=1e-4'\"", "no shell has read its outer quotes. Write optimizer.lr=1e-4.\n"),
         ('"\'task.prompts=[\\"a cat\\"]\'"', 'no shell has read its outer quotes. Write task.prompts=["a cat"].\n'),
+        ("\u201citerations=1\u201d", "its quotes are those of a word processor. Write iterations=1.\n"),
+        ("'data.train=\u201ca b.txt\u201d'", "a word processor. Write 'data.train=\"a b.txt\"'.\n"),
+        ("\u2018task.prompts=[\u201ca cat\u201d]\u2019", "word processor. Write 'task.prompts=[\"a cat\"]'.\n"),
+        ("'task.prompts=[a dog\u2019s]'", "needs quotes that survive the shell: 'task.prompts=[\"a dog\u2019s\"]'.\n"),
         ("hydra.run.dir=~/a", f"needs quotes that survive the shell: 'hydra.run.dir=\"{Path.home()}/a\"'."),
         ('"task.prompts=[it\'s]"', 'A text with "\'" needs quotes'),
         ("-m family=sol_rl, prefix", "the shell has split it at a space. Write family=sol_rl,prefix."),
@@ -361,6 +366,8 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("-m ckpt=last", "does not go with -m"),
         ("-m ckpt=a.ckpt,b.ckpt", "ckpt takes one file"),
         ("run_dir=elsewhere", "hydra.run.dir=<folder>"),
+        ("++callbacks.summary.hparams.pool=3", "hparams.pool=3 is invalid: the program sets that key. Leave it out."),
+        ("task=evaluate task.reads=[]", "task.reads=[] is invalid: the program sets that key."),
         ("hydra.output_subdir=null", "hydra.output_subdir=null is invalid: a run resumes with the options"),
         ("--config-dir nowhere", "Additional config directory "),
         ("ckpt=auto", "ckpt=auto is invalid: it needs a folder that the same command finds again"),
@@ -1013,6 +1020,19 @@ def test_command_without_an_output_runs(forks: Forks, tmp_path: Path) -> None:
 )
 def test_flag_of_hydra_that_lacks_something_is_an_error(command: Command, flags: str, message: str) -> None:
     assert message in error_of(command, *flags.split())
+
+
+@pytest.mark.usefixtures("command")
+def test_main_takes_a_list_also_in_a_notebook(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text: Any = "experiment=smoke seed=1"
+    assert main(text) == 2
+    assert "it takes a list. Write main(['experiment=smoke', 'seed=1'])." in capfd.readouterr().err
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
+    assert main() == 2
+    assert "arguments: -f. In a notebook write main([<option>, ...])." in capfd.readouterr().err
 
 
 CTRL_C_AT_AN_IMPORT = """

@@ -26,7 +26,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from reward_servers import free_port, kill, start, started
 from small_runs import Command, checkpoint, files_of, the_line
 
-from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint, write_atomically, written_whole
+from solrl_lightning.artifacts.files import (
+    WholeCheckpointIO,
+    opened_atomically,
+    read_checkpoint,
+    write_atomically,
+    written_whole,
+)
 from solrl_lightning.cli.console import report_error
 from solrl_lightning.errors import OutOfMemory, RankLost, UserError, WriteError
 
@@ -88,6 +94,14 @@ def test_ctrl_c_while_a_checkpoint_is_written_stays_ctrl_c(tmp_path: Path, monke
     monkeypatch.setattr("solrl_lightning.artifacts.files.opened_atomically", lambda path: nullcontext(Interrupted()))
     with pytest.raises(KeyboardInterrupt):
         WholeCheckpointIO().save_checkpoint({"weight": torch.zeros(10_000)}, tmp_path / "last.ckpt")
+
+
+def test_ctrl_c_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "last.ckpt", b"old")
+    with pytest.raises(KeyboardInterrupt), opened_atomically(tmp_path / "last.ckpt") as file:
+        file.write(b"new")
+        raise KeyboardInterrupt
+    assert files_of(tmp_path) == {"last.ckpt": b"old"}
 
 
 def test_files_are_written_where_a_mount_has_no_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

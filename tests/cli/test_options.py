@@ -117,6 +117,7 @@ reward=[pickscore,hpsv2] reward.pretrained=x/y | Set reward.pickscore.pretrained
 reward.shapes.weight=0           | At least one reward needs a weight other than 0
 family.keep=1                    | it must be a whole number of at least 2: the best and the worst of a prompt
 family.pool=10                   | family.keep=24 is invalid: it must be at most family.pool=10. Raise
+task=audit family.keep=97        | family.keep=97 is invalid: it must be at most family.pool=96
 task=audit task.pool=12          | task.keep=24 is invalid: it must be at most task.pool=12
 optimizer.betas=[]               | it must be a list of two numbers of at least 0 and below 1
 optimizer.betas=[0.9,1]          | it must be a list of two numbers of at least 0 and below 1

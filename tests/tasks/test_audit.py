@@ -21,6 +21,7 @@ from solrl_lightning.build import build_objective, with_option
 from solrl_lightning.metrics.selection_gain import GAIN_ERROR, GAIN_EXPONENT, gap_of_prompts
 from solrl_lightning.options.family import Exploration
 from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Audit
 from solrl_lightning.rollout.stage import velocities_per_prompt
 from solrl_lightning.tasks import audit as audit_module
 from solrl_lightning.tasks.audit import (
@@ -51,6 +52,11 @@ def test_what_is_audited_has_the_lora_that_a_run_begins_with(compose: Compose, t
     module = load_pool(compose(*small, f"model.init_lora='{tmp_path}'"), ("merged",)).module
     for name in ("default", "old"):
         assert all(torch.allclose(value, state[key]) for key, value in module.policy_state(name).items())
+
+
+def test_pool_is_that_of_the_family_if_it_leaves_a_choice(compose: Compose) -> None:
+    expected = {"seed=1": 96, "family.pool=48": 48, "family=diffusionnft": 96, "task.pool=40": 40}
+    assert {each: compose("task=audit", each).task_as(Audit).pool for each in expected} == expected
 
 
 def test_race_is_ranked_by_the_latest_rungs_and_timed_a_candidate(
