@@ -146,9 +146,13 @@ def check_source(source: str) -> None:
         raise UserError(
             "the prompt source '' is invalid: it is empty. Name a file, or leave data.train or data.eval out."
         )
+    if path.is_dir():
+        raise UserError(
+            f"the prompt source {source} is invalid: a folder must have the file of the split, train.jsonl or "
+            f"train.txt, for data.eval test.jsonl or test.txt. {_file_of(path)}"
+        )
     if not path.is_file():
-        folder = "is a folder without the file of this split: train.jsonl or train.txt, test.jsonl or test.txt"
-        problem = folder if path.is_dir() else "is not a file" if path.exists() else "does not exist"
+        problem = "is not a file" if path.exists() else "does not exist"
         near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.7)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(
@@ -170,6 +174,20 @@ def check_source(source: str) -> None:
             f"have no ending. If each line of it is a prompt, give it another name: cp "
             f"{shell_quoted(str(path))} {shell_quoted(str(path.with_suffix('.txt')))}"
         )
+
+
+def _file_of(folder: Path) -> str:
+    """Return how to get a file of prompts from a folder of texts, of ``datasets``, or of files of prompts."""
+    source, files = str(folder), sorted([*folder.glob("*"), *folder.glob("*/*")])
+    if len([*folder.glob("*.txt")]) > 1:
+        texts = f"(' '.join(file.read_text('utf-8-sig').split()) for file in sorted(Path({source!r}).glob('*.txt')))"
+        code = f"from pathlib import Path; Path({source + '.txt'!r}).write_text(chr(10).join{texts}, 'utf-8')"
+        return f"Where each text in it is a prompt, run python -c {shell_quoted(code)} and name {source}.txt."
+    if saved := [str(file.parent) for file in files if file.name == "state.json"]:  # by Dataset.save_to_disk
+        code = f"import datasets; datasets.load_from_disk({saved[0]!r}).to_parquet({source + '.parquet'!r})"
+        return f"Run python -c {shell_quoted(code)} and name {source}.parquet."
+    named = [f", such as {file}" for file in files if file.suffix.lower() in (".txt", *_TABLES, *_JSON_LINES)]
+    return f"Name a file of prompts{''.join(named[:1])}."
 
 
 def dataset_of(source: str) -> str | None:
@@ -289,7 +307,7 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
     line = 1  # on which the row begins
     try:
         names = next(rows, [])
-        _check_column(names, column, str(path))
+        _check_column(names, column, str(path), _name_columns(path, names, column, separator))
         place = names.index(column)
         line = rows.line_num + 1
         for row in rows:
@@ -313,6 +331,13 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
             'each between them is doubled, as in """OPEN"" sign". Correct that line.'
         ) from error
     return records
+
+
+def _name_columns(path: Path, first: list[str], column: str, separator: str) -> str:
+    """Return a command that puts names above the ``first`` row: ``column``, or column1, column2, ..."""
+    names = separator.join([column] if len(first) == 1 else [f"column{n}" for n, _ in enumerate(first, 1)])
+    code = f"file = Path({str(path)!r}); file.write_text({names!r} + chr(10) + file.read_text('utf-8-sig'), 'utf-8')"
+    return f", or, if line 1 is no names, put some above: python -c {shell_quoted(f'from pathlib import Path; {code}')}"
 
 
 def _check_needless_quotes(text: str, path: Path) -> None:
@@ -347,11 +372,11 @@ def _read_parquet(path: Path, column: str) -> list[Prompt]:
     return _table_records(read, column, str(path))
 
 
-def _check_column(columns: list[str], column: str, name: str) -> None:
+def _check_column(columns: list[str], column: str, name: str, other_fix: str = "") -> None:
     if columns.count(column) != 1:
         raise UserError(
             f"data.column={column} is invalid: it must name the one column with the prompts, and the columns of {name} "
-            f"are {', '.join(columns) or 'none'}. Set data.column=<name>."
+            f"are {', '.join(columns) or 'none'}. Set data.column=<name>{other_fix or '.'}"
         )
     repeated = next((each for each, count in Counter(columns).items() if each and count > 1), None)
     if repeated is not None:

@@ -67,7 +67,7 @@ def test_error_about_a_missing_file_names_the_folder_and_the_nearest_source(
     assert "shapes-train, shapes-eval, compositional" in message and "Did you mean shapes-train?" in message
     with pytest.raises(UserError, match=r"hpdv2-photo\.$"):
         read_prompts("prompts.csv")
-    with pytest.raises(UserError, match="is a folder without the file of this split"):
+    with pytest.raises(UserError, match=r"train.txt, for data.eval test.jsonl or test.txt. Name a file of prompts\."):
         read_prompts(tmp_path)
 
 

@@ -194,6 +194,39 @@ def test_malformed_csv_file_is_an_error(tmp_path: Path, content: bytes, message:
         read_prompts(tmp_path / "a.csv")
 
 
+def follow(error: pytest.ExceptionInfo[UserError]) -> None:
+    """Run the command of a message."""
+    arguments = shlex.split(str(error.value).partition(" python ")[2])
+    exec(arguments[arguments.index("-c") + 1])
+
+
+@pytest.mark.parametrize(("name", "row"), [("a.csv", "{}"), ("b's.csv", '"{}, two"'), ("a.tsv", "1\t{}")])
+def test_a_table_without_names_gets_them_and_keeps_every_prompt(tmp_path: Path, name: str, row: str) -> None:
+    file = write(tmp_path / name, "\ufeff" + row.format("grüner Stern"), row.format("fog"))
+    with pytest.raises(UserError, match="or, if line 1 is no names, put some above: python") as error:
+        read_records(file, "prompt")
+    follow(error)
+    records = read_records(file, "column2" if name.endswith(".tsv") else "prompt")
+    assert [record.text.removesuffix(", two") for record in records] == ["grüner Stern", "fog"]
+
+
+def test_error_about_a_folder_has_the_command_for_a_file_of_its_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("texts/1.txt"), "\ufeffa cat", "on a mat")
+    write(Path("texts/2.txt"), "fog")
+    datasets.DatasetDict(train=datasets.Dataset.from_dict({"prompt": ["a cat on a mat", "fog"]})).save_to_disk("saved")
+    for folder, file in {"texts": "texts.txt", "saved": "saved.parquet"}.items():
+        with pytest.raises(UserError, match=f"the prompt source {folder} is invalid: .* and name {file}") as error:
+            read_prompts(folder)
+        follow(error)
+        assert identities(read_prompts(file)) == ["a cat on a mat", "fog"]
+    write_table(Path("owner/name/data/train.parquet"), prompt=["fog"])
+    with pytest.raises(UserError, match="Name a file of prompts, such as owner/name/data/train.parquet"):
+        read_prompts("owner/name")
+
+
 ROWS = [{"prompt": "one, two", "id": "007", "of": {"day": "2024-01-01"}}, {"prompt": "b's", "id": "8", "of": {}}]
 
 
@@ -202,7 +235,7 @@ def test_error_about_a_json_file_has_the_command_that_converts_it(tmp_path: Path
     file = write(tmp_path / "o'prompts.json", content)
     with pytest.raises(UserError, match=f"the prompt file {file} is invalid") as error:
         read_records(file, "prompt")
-    exec(shlex.split(str(error.value).partition("table of pandas: ")[2])[2])
+    follow(error)
     records = read_records(file.with_suffix(".jsonl"), "prompt")
     assert [{"prompt": record.text} | record.metadata for record in records] == ROWS
 
