@@ -247,6 +247,9 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         if new:
             check_new(folder)
         check_writable(folder)
+    if not tree.sweeps:
+        trained = [cfg.run_dir for cfg in jobs.values() if cfg.trains]
+        _print_first(*(f"run folder: {folder}; loading libraries" for folder in trained))
     if resumed.checkpoint is not None and (recorded := recorded_contents(resumed.checkpoint)) is not None:
         _is_over(resumed, jobs, *recorded)
     _each(jobs, checks.check_needs)

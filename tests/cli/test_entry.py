@@ -239,7 +239,8 @@ def test_error_of_a_job_can_be_pickled() -> None:
 
 def test_late_user_error_is_one_line_and_keeps_only_a_folder_with_results(command: Command, tmp_path: Path) -> None:
     result = command(task(fail), "hydra.run.dir=run")
-    assert (result.status, result.out, result.err) == (2, "", "error: late, but clear\n")
+    first = "run folder: run; loading libraries\n"
+    assert (result.status, result.out, result.err) == (2, first, "error: late, but clear\n")
     assert list(tmp_path.iterdir()) == []
     result = command(task(fail_after_a_write), "hydra.run.dir=run")
     assert (result.status, result.err) == (2, "error: late, but clear\n")
@@ -848,7 +849,7 @@ def test_ranks_of_srun_share_one_folder_that_rank_0_records(
         folder = tmp_path / "outputs" / "train" / f"slurm-4711.0{suffix}_tiny_sol_rl_shapes"
         for rank in ("3", "0"):
             set_all(monkeypatch, SRUN | {"SLURM_PROCID": rank, "SLURM_RESTART_COUNT": restarts})
-            assert command(task(show_folder), *ON_TWO_NODES).out.strip() == str(folder)
+            assert command(task(show_folder), *ON_TWO_NODES).out.splitlines()[-1] == str(folder)
             assert files(folder) == (OF_RANK_0 if rank == "0" else set())
     assert "already holds a run" in error_of(command, task(show_folder), *ON_TWO_NODES)
 
