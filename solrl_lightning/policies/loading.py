@@ -29,6 +29,7 @@ from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.policies.config_files import INDEX
 
 _OF_WAN_22 = ("transformer_2", "boundary_ratio", "expand_timesteps")  # in the index of a WanPipeline
+_NULL = [None, None]  # in the index, of a component that was None when the pipeline was saved
 ONLY_TRANSFORMER_IN_BF16 = {"transformer": torch.bfloat16, "default": torch.float32}
 
 
@@ -53,6 +54,7 @@ def load_pipeline(
     variant: str | None = None,
     components: Mapping[str, Any] | None = None,
     check: Callable[[Path], None] | None = None,
+    optional: Sequence[str] = (),
 ) -> DiffusionPipeline:
     """Load the pipeline of a folder or hub id, its models frozen. ``pipeline.config._name_or_path`` is its folder.
 
@@ -61,12 +63,14 @@ def load_pipeline(
         variant: components that have files of this name (``model.<variant>.safetensors``) are read from those.
         components: those that are not loaded: existing modules, or None.
         check: called with the folder before weights are read.
+        optional: components that the folder's index may set to ``[null, null]``, and the pipeline then does without.
 
     Raises:
         UserError: there is no such folder or hub id, it may not be read, holds another kind of pipeline, or is damaged.
     """
     components = components or {}
-    folder = fetch(pipeline_class, pretrained, variant, without=list(components))
+    folder = fetch(pipeline_class, pretrained, variant, list(components), optional)
+    components = {n: None for n in optional if pipeline_class.load_config(str(folder))[n] == _NULL} | {**components}
     modules = {}
     # diffusers raises OSError and ValueError, transformers lets SafetensorError and RuntimeError through.
     try:
@@ -90,7 +94,11 @@ def load_pipeline(
 
 
 def fetch(
-    pipeline_class: type[DiffusionPipeline], pretrained: str, variant: str | None = None, without: Sequence[str] = ()
+    pipeline_class: type[DiffusionPipeline],
+    pretrained: str,
+    variant: str | None = None,
+    without: Sequence[str] = (),
+    optional: Sequence[str] = (),
 ) -> Path:
     """Return the local folder of a pipeline; components in ``without`` are not downloaded.
 
@@ -101,7 +109,7 @@ def fetch(
     index = fetch_file(pretrained, INDEX, key="model.pretrained", kind="diffusers pipeline", hint=hint)
     check_json("model.pretrained", pretrained, index)
     check_class(pipeline_class, pretrained, index.parent)
-    _check_names(pipeline_class, pretrained, json.loads(index.read_text()))
+    _check_names(pipeline_class, pretrained, json.loads(index.read_text()), optional)
     if is_path(pretrained):
         _check_complete(pipeline_class, pretrained, index.parent, without)
         return index.parent
@@ -136,11 +144,14 @@ def check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder
             )
 
 
-def _check_names(pipeline_class: type[DiffusionPipeline], pretrained: str, index: Mapping[str, Any]) -> None:
+def _check_names(
+    pipeline_class: type[DiffusionPipeline], pretrained: str, index: Mapping[str, Any], optional: Sequence[str]
+) -> None:
     """Raise UserError unless the index has a library and a class for every component that the model needs."""
     names, _ = pipeline_class._get_signature_keys(pipeline_class)
     for name in sorted({*names} - {*pipeline_class._optional_components} | {"transformer"}):
-        if not isinstance(index.get(name), list) or len(index[name]) != 2:
+        is_null = index.get(name) == _NULL and name not in optional
+        if not isinstance(index.get(name), list) or len(index[name]) != 2 or is_null:
             raise UserError(
                 f"model.pretrained={pretrained} is invalid: its {INDEX} must name the library and the class of {name}, "
                 f"and has {json.dumps(index.get(name))} for it. Download or save the pipeline again."

@@ -76,6 +76,7 @@ class PipelineAdapter(ABC):
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     encoders: ClassVar[tuple[str, ...]]  # text encoders and tokenizers
+    optional: ClassVar[tuple[str, ...]] = ()  # of those, what a pipeline does without if its index has none
     schedulers: ClassVar[Settings] = {}  # that `sigmas` honours; empty: none is checked, nor is model.scheduler taken
     latents_per_token: ClassVar[int | None] = None  # side of an image token; None: the transformer's patch_size
     latent_shape: tuple[int, ...]  # of one image, as the transformer takes it
@@ -422,7 +423,8 @@ class PipelineAdapter(ABC):
         def check(folder: Path) -> None:
             check_scheduler(self.pretrained, *read_scheduler(folder), self.schedulers, self._scheduler)
 
-        return load_pipeline(self.pipeline_class, self.pretrained, self.dtypes, self.variant, components, check)
+        files = self.pipeline_class, self.pretrained, self.dtypes, self.variant
+        return load_pipeline(*files, components, check, self.optional)
 
     def _random_pipeline(self, device: torch.device) -> DiffusionPipeline:
         from solrl_lightning.policies.architectures import find_architecture

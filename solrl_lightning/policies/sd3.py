@@ -19,6 +19,7 @@ class SD3(PipelineAdapter):
 
     pipeline_class = StableDiffusion3Pipeline
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
+    optional = ("text_encoder_3", "tokenizer_3")
     schedulers = FLOW_MATCHING
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:

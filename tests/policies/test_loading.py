@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel, SanaPipeline
+from diffusers import (
+    DiffusionPipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SanaPipeline,
+    StableDiffusion3Pipeline,
+)
 from fake_hub import COMMIT, REPOSITORY, FakeHub, serving
 from nano import BUILDERS, PROMPTS, load_nano, model_class, prompts_of
 from peft import LoraConfig
+from pretrain import MAX_WORDS
 from safetensors.torch import load_file, save_file
 from take_away import POINTER
 
@@ -148,7 +155,17 @@ def test_every_architecture_loads_with_every_component_and_no_other(architecture
         assert f"needs a {pipeline_class.__name__}" in message and f"Use model={architecture} with it." in message
 
 
-@pytest.mark.parametrize("value", ["scheduler", ["diffusers"], None])
+def test_sd3_does_without_t5(folder_of: Callable[[str], str], tmp_path: Path) -> None:
+    folder, small = folder_of("sd3"), str(tmp_path / "small")
+    StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None).save_pretrained(small)
+    options = [dict(folder=folder), dict(folder=small), dict(folder=small, embeddings=str(tmp_path / "embeddings"))]
+    whole, without, cached = (load_nano("sd3", **each).encode(prompts_of("sd3"))["prompt_embeds"] for each in options)
+    clip, t5 = slice(0, -MAX_WORDS), slice(-MAX_WORDS, None)
+    assert torch.equal(whole[:, clip], without[:, clip]) and torch.equal(cached, without)
+    assert whole[:, t5].any() and not without[:, t5].any() and without.shape == whole.shape
+
+
+@pytest.mark.parametrize("value", ["scheduler", ["diffusers"], [None, None], None])
 def test_an_index_names_every_component(architecture: str, folder: str, tmp_path: Path, value: object) -> None:
     index = json.loads((Path(folder) / INDEX).read_text())
     pipeline_class = model_class(architecture).pipeline_class
