@@ -133,7 +133,7 @@ def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
     """Read the trained weights and their evaluation average from a checkpoint of a training run."""
     checkpoint = read_checkpoint(ckpt, module.model.device)
     module.on_load_checkpoint(checkpoint)
-    if not module.has_base_of(checkpoint):
+    if module.changed_weights(checkpoint):
         log.warning(
             "the base weights (model.pretrained, model.fused_lora) are not those that %s was trained on: files have "
             "changed since, or are others",

@@ -5,7 +5,7 @@ Each raises UserError for the first thing that a run would lack.
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,7 +17,7 @@ from solrl_lightning.data.sources import check_source, dataset_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.packages import is_installed
 from solrl_lightning.names import LORA_FILES
-from solrl_lightning.options.reward import GENEVAL, HTTP, REWARD_FILES, VLM
+from solrl_lightning.options.reward import GENEVAL, HTTP, VLM
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Compare, Export, Generate, Prove, Serve
 from solrl_lightning.options.trainer import Trainer, check_shares, named_devices
@@ -78,7 +78,7 @@ def check_overrides(options: Run, overrides: Sequence[str]) -> None:
 def check_paths(options: Run) -> None:
     """Raise UserError for a path-like value (/, ., ~) that does not exist; anything else may be a hub id."""
     paths = {"model.pretrained": options.model.pretrained, "model.preview_decoder": options.model.preview_decoder}
-    for key, value in (paths | dict(_reward_files(options))).items():
+    for key, value in (paths | options.reward.files).items():
         if value is not None and str(value).startswith(("/", ".", "~")) and not Path(value).expanduser().exists():
             raise UserError(
                 f"{key}={value} is invalid: it must be a hub id, a local folder or file; there is none at that path."
@@ -89,13 +89,6 @@ def check_paths(options: Run) -> None:
         if not any(file.is_file() for file in ([path / name for name in LORA_FILES] if path.is_dir() else [path])):
             rule = f"it must be a LoRA file, or a folder with {' or '.join(LORA_FILES)}"
             raise UserError(f"model.init_lora={lora} is invalid: {rule}.")
-
-
-def _reward_files(options: Run) -> Iterator[tuple[str, str | None]]:
-    """Return the hub ids and paths of the rewards by key."""
-    yield "reward.pretrained", options.reward.pretrained
-    for name, member in options.reward.members.items():
-        yield from ((f"reward.{name}.{part}", member[part]) for part in REWARD_FILES if part in member)
 
 
 def check_needs(options: Run) -> None:
@@ -159,7 +152,7 @@ def downloads(options: Run) -> tuple[dict[str, str], list[str], str | None]:
         models |= {"model.fused_lora": model.fused_lora and model.fused_lora.rpartition("/")[0]}
     if not {"train", "eval", "reward"}.isdisjoint(reads):  # only these tasks load rewards
         replaced = ".pretrained" if options.reward.pretrained else " "
-        models |= {k: file for k, file in _reward_files(options) if k.count(".") == 1 or not k.endswith(replaced)}
+        models |= {k: file for k, file in options.reward.files.items() if k.count(".") == 1 or not k.endswith(replaced)}
     datasets = [dataset_of(source) for source in sources(options).values()]
     return {key: str(name) for key, name in models.items()}, [name for name in datasets if name], model.needs
 

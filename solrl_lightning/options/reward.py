@@ -55,6 +55,13 @@ class Reward(Group):
         return copy.deepcopy(self.entries)
 
     @property
+    def files(self) -> dict[str, str | None]:
+        """The hub ids and paths of the rewards by key."""
+        members = self.members.items()
+        parts = {f"reward.{n}.{part}": each[part] for n, each in members for part in REWARD_FILES if part in each}
+        return {"reward.pretrained": self.pretrained, **parts}
+
+    @property
     def name(self) -> str:
         """The reward that is trained on, as ``WeightedRewards.name``."""
         return next(iter(self.members)) if len(self.members) == 1 else "weighted_sum"

@@ -388,6 +388,11 @@ class PipelineAdapter(ABC):
 
     # Files
 
+    @property
+    def encoder_folders(self) -> dict[str, Path]:
+        """The folders of text encoders and tokenizers by name, if the pipeline was read from one."""
+        return {name: Path(str(self.pipeline.config.get("_name_or_path")), name) for name in self.encoders}
+
     def _note_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Make ``tensors``, as read from files, part of ``base_digest``, which is equal for equal base weights."""
         self.base_digest = sampled_digest(tensors, self.base_digest)

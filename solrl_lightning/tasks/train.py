@@ -31,6 +31,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.guidance import forward_passes
+from solrl_lightning.policies.sampled_digest import file_digests
 from solrl_lightning.quantization.backends import Hardware, hardware_of
 from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.training.loop import ExploreTrainLoop
@@ -79,16 +80,18 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
 
         explorers = stack.enter_context(explorers_of(cfg, trainer.global_rank, trainer.world_size, device))
     module, loop = build_training(cfg, prompts, trainer)
+    of_rewards = {key: Path(name) for key, name in cfg.reward.files.items() if name}
+    module.weight_files = file_digests(module.model.encoder_folders | of_rewards)
     if checkpoint is None:
         load_weights(module, cfg)
     else:
         # An error about other weights must precede the loggers' first write.
         module.on_load_checkpoint(checkpoint)
-        if in_place and not module.has_base_of(checkpoint):
+        if in_place and (changed := module.changed_weights(checkpoint)):
             raise UserError(
-                f"model.pretrained={cfg.model.pretrained} is invalid: its weights, with model.fused_lora, are not "
-                f"those that the run in {folder} was trained on. Restore the files, or start a new folder from that "
-                f"state: {path_option('ckpt', str(cfg.ckpt))} hydra.run.dir=<folder>."
+                f"the weights of {', '.join(changed)} are not those that the run in {folder} was trained with. Restore "
+                "the files, or start a new folder from that state: "
+                f"{path_option('ckpt', str(cfg.ckpt))} hydra.run.dir=<folder>."
             )
         average_in(checkpoint, module.policy_state(TRAINED))
     if shadow_layers := module.transformers.shadow_layers:
@@ -106,7 +109,7 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         loop.ends_again = end_of(folder, iterations_done(checkpoint)) is None
     if checkpoint is not None and not module.evaluation.comparable:
         log.info(
-            "the held-out prompts, the rewards or the base weights are not those of the checkpoint: base reward, best "
+            "the held-out prompts, the rewards or weights in files are not those of the checkpoint: base reward, best "
             "checkpoint and alarms begin anew, with an evaluation of the loaded weights"
         )
     module.evaluation.planned_seconds = planned_seconds(cfg, module, hardware_of(device), trainer.world_size)

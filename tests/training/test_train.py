@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from functools import reduce
@@ -15,12 +16,14 @@ from forks import Forks
 from lightning.pytorch import Callback, Trainer
 from omegaconf import OmegaConf
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from solrl_lightning.machine import interrupts
+from solrl_lightning.policies.config_files import ASSETS
+from solrl_lightning.rewards.base import Reward
 from solrl_lightning.training.module import SolRLModule
 
 Command = Callable[..., Any]
@@ -108,6 +111,42 @@ def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command:
     assert {file.name for file in record.iterdir()} == names
 
 
+class FromFile(Reward):
+    def __init__(self, pretrained: str, device: str) -> None:
+        super().__init__(device)
+        self.weight = load_file(Path(pretrained) / "model.safetensors")["weight"].sum()
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:  # type: ignore[override]
+        return images.mean((1, 2, 3)) * self.weight
+
+
+def test_text_encoders_and_rewards_are_those_of_the_checkpoint(command: Command, tmp_path: Path) -> None:
+    shutil.copytree(ASSETS / "tiny", tmp_path / "tiny_files")
+    (tmp_path / "scorer").mkdir()
+    save_file({"weight": torch.ones(10**6)}, tmp_path / "scorer" / "model.safetensors")
+    scorer = f"+reward.own={{_target_:{__name__}.FromFile,weight:1,pretrained:scorer}}"
+    assert command(*LONG, "iterations=1", "hydra.run.dir=run", "model.pretrained=tiny_files", scorer).status == 0
+    files = {
+        "text_encoder/model.safetensors": tmp_path / "tiny_files" / "text_encoder" / "model.safetensors",
+        "reward.own.pretrained/model.safetensors": tmp_path / "scorer" / "model.safetensors",
+    }
+    for name, file in files.items():
+        before = file.read_bytes()
+        save_file({key: 1.1 * value for key, value in load_file(file).items()}, file, {"format": "pt"})
+        resumed = command("ckpt=last", "hydra.run.dir=run", "iterations=2")
+        assert resumed.status == 2 and f"error: the weights of {name} are not those that the run in" in resumed.err
+        file.write_bytes(before)
+    file.write_bytes(before[:-1] + b"A")
+    branch = command("ckpt=run/checkpoints/last.ckpt", "iterations=2", "hydra.run.dir=branch")
+    assert branch.status == 0 and "or weights in files are not those of the checkpoint" in branch.out
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(last, weights_only=True)
+    assert checkpoint.pop("weight_files").keys() == {*files, "text_encoder_2/model.safetensors"}
+    torch.save(checkpoint, last)  # of an older version
+    resumed = command("ckpt=last", "hydra.run.dir=run", "iterations=2")
+    assert resumed.status == 0, resumed.err
+
+
 def test_base_weights_and_alpha_are_those_of_the_checkpoint(command: Command, tmp_path: Path) -> None:
     lora, run = "run/lora/pytorch_lora_weights.safetensors", "hydra.run.dir=on_lora"
     checkpoint = "on_lora/checkpoints/last.ckpt"
@@ -118,9 +157,9 @@ def test_base_weights_and_alpha_are_those_of_the_checkpoint(command: Command, tm
         more = {name: 1.1 * file.get_tensor(name) for name in file.keys()}
         save_file(more, tmp_path / lora, file.metadata())
     resumed = command("ckpt=last", run, "iterations=2")
-    assert resumed.status == 2 and "tiny is invalid: its weights, with model.fused_lora, are not" in resumed.err
+    assert resumed.status == 2 and "the weights of model.pretrained with model.fused_lora are not those" in resumed.err
     branch = command(f"ckpt={checkpoint}", "iterations=2", "hydra.run.dir=branch")
-    assert branch.status == 0 and "or the base weights are not those of the checkpoint: base reward, best" in branch.out
+    assert branch.status == 0 and "or weights in files are not those of the checkpoint: base reward, best" in branch.out
     assert summary_of(tmp_path / "branch")["evaluations"][0]["iteration"] == 1
     export = command("task=export", f"ckpt={checkpoint}", "hydra.run.dir=export")
     assert export.status == 0 and f"{checkpoint} was trained on: files have changed" in export.out
