@@ -44,20 +44,11 @@ class BF16Attention(FP32Attention):
         return super().__torch_function__(func, types, args, kwargs) if y is None else y
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
+def _attend(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor | None:
     """Return `attention_in_bf16` of [B, heads, tokens, width], or None where it does not apply or would be slower."""
     if query.dtype != torch.bfloat16 or query.ndim != 4 or key.shape[2] < _LEAST_KEYS:
         return None
-    if attn_mask is not None or dropout_p or is_causal or scale is not None or enable_gqa:
+    if any(isinstance(option, Tensor) or option for option in (*others, *options.values())):  # a mask, dropout, ...
         return None
     if not query.shape[:2] == key.shape[:2] == value.shape[:2]:  # which broadcast
         return None

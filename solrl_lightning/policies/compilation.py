@@ -25,18 +25,16 @@ of the inputs, use of gradients, and batch size: up to 16 in a run, and 6 more a
 
 
 def can_compile(device: torch.device) -> bool:
-    """Return whether this machine has what Inductor needs: a C++ compiler on a CPU; a GPU as `_can_build_for_gpu`."""
+    """Return whether this machine has what Inductor needs: a C++ compiler on a CPU.
+
+    For a GPU, Triton builds its driver module: with $CC, gcc or clang, and with Python's headers.
+    """
     if device.type == "cuda":
-        return _can_build_for_gpu()
+        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        headers = sysconfig.get_path("include", "posix_prefix")  # Debian's default is another folder, without them
+        return any(map(shutil.which, compilers)) and (Path(headers) / "Python.h").is_file()
     compiler = shlex.split(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
     return bool(compiler) and shutil.which(compiler[0]) is not None
-
-
-def _can_build_for_gpu() -> bool:
-    """Return whether Triton can build its driver module: with $CC, gcc or clang, and with Python's headers."""
-    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    headers = sysconfig.get_path("include", "posix_prefix")  # Debian's default is another folder, without them
-    return any(map(shutil.which, compilers)) and (Path(headers) / "Python.h").is_file()
 
 
 def should_compile(key: str, what: str, setting: bool | str, device: torch.device) -> tuple[bool, str]:

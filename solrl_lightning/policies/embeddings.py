@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from solrl_lightning.errors import WriteError
 from solrl_lightning.policies.conditioning import Row
+from solrl_lightning.policies.tensor_digest import digest
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class EmbeddingCache:
             return None
         with suppress(SafetensorError), safe_open(path, framework="pt") as file:
             row = {name: file.get_tensor(name) for name in file.keys()}  # file is no dict
-            if (file.metadata() or {}).get("digest") == _digest(row):
+            if (file.metadata() or {}).get("digest") == digest(row):
                 return row
         log.warning("%s is damaged; the prompt is embedded again", path)
         return None
@@ -52,7 +52,7 @@ class EmbeddingCache:
             # Other processes may write the same text.
             with tempfile.TemporaryDirectory(dir=self.folder, prefix=".") as folder:
                 file = Path(folder) / "embedding"
-                file.write_bytes(save(row, metadata={"digest": _digest(row)}))
+                file.write_bytes(save(row, metadata={"digest": digest(row)}))
                 os.replace(file, self.path(text))
         except OSError as error:
             raise WriteError.of(self.path(text), error) from error
@@ -71,11 +71,3 @@ def encoder_fingerprint(folder: Path, components: Sequence[str], settings: dict[
         stats = [(str(file.relative_to(folder)), file.stat()) for file in files]
         source = [str(folder), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
     return json.dumps([source, settings], sort_keys=True)
-
-
-def _digest(row: Row) -> str:
-    content = hashlib.blake2b(digest_size=16)
-    for name in sorted(row):
-        content.update(f"{name} {row[name].dtype} {tuple(row[name].shape)} ".encode())
-        content.update(row[name].flatten().view(torch.uint8).numpy().tobytes())
-    return content.hexdigest()

@@ -51,11 +51,8 @@ class Flux1(PipelineAdapter):
         return {"prompt_embeds": embeds, "pooled": pooled}
 
     def embedding_like(self) -> Conditioning:
-        config, length = self.transformer.config, self.max_sequence_length
-        return {
-            "prompt_embeds": torch.empty(length, config.joint_attention_dim, device="meta"),
-            "pooled": torch.empty(config.pooled_projection_dim, device="meta"),
-        }
+        pooled = torch.empty(self.transformer.config.pooled_projection_dim, device="meta")
+        return super().embedding_like() | {"pooled": pooled}
 
     def noise(self, seeds: Tensor) -> Tensor:
         spatial = noise(seeds, self._latent_grid)

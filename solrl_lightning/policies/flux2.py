@@ -46,10 +46,6 @@ class Flux2(PipelineAdapter):
         )
         return {"prompt_embeds": embeds}
 
-    def embedding_like(self) -> Conditioning:
-        width = self.transformer.config.joint_attention_dim
-        return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
-
     def sigmas(self, steps: int) -> Tensor:
         """Return the levels of the pipeline's scheduler, with its shift by image tokens and steps."""
         _, height, width = self.latent_shape

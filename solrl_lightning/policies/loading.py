@@ -76,10 +76,10 @@ def load_pipeline(
     try:
         if check is not None:
             check(folder)
-        for name, component_class in _module_classes(pipeline_class, folder):
-            if name not in components:
-                dtype = dtypes.get(name, dtypes["default"])
-                modules[name] = load_module(component_class, folder / name, dtype, variant)
+        for name, place in _components(folder):
+            cls = _class_of(*place)
+            if name not in components and isinstance(cls, type) and issubclass(cls, nn.Module):
+                modules[name] = load_module(cls, folder / name, dtypes.get(name, dtypes["default"]), variant)
         pipeline = pipeline_class.from_pretrained(str(folder), **modules, **components)
     except UserError:
         raise
@@ -107,7 +107,6 @@ def fetch(
     """
     hint = "Or give a local folder that save_pretrained wrote."
     index = fetch_file(pretrained, INDEX, key="model.pretrained", kind="diffusers pipeline", hint=hint)
-    check_json("model.pretrained", pretrained, index)
     check_class(pipeline_class, pretrained, index.parent)
     _check_names(pipeline_class, pretrained, json.loads(index.read_text()), optional)
     if is_path(pretrained):
@@ -125,12 +124,9 @@ def fetch(
 
 
 def check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path) -> None:
-    try:
-        index = pipeline_class.load_config(str(folder))
-    except OSError as error:
-        raise UserError(
-            f"model.pretrained={pretrained} could not be read: {sentence(error)} Download or save the pipeline again."
-        ) from error
+    """Raise UserError unless the index of a pipeline folder is of this class, with one transformer."""
+    check_json("model.pretrained", pretrained, folder / INDEX)
+    index = json.loads((folder / INDEX).read_text())
     name = index.get("_class_name", "pipeline of no class")
     if name != pipeline_class.__name__:
         model = _model_of(name)
@@ -172,31 +168,33 @@ def _check_complete(
 ) -> None:
     """Check that all component folders exist; diffusers would look for a missing one on the hub."""
     chats = "apply_chat_template" in inspect.getsource(pipeline_class)
-    for name, value in pipeline_class.load_config(str(folder)).items():
-        is_component = not name.startswith("_") and isinstance(value, list) and None not in value
-        if is_component and name not in without and not (folder / name).is_dir():
+    for name, (library, class_name) in _components(folder):
+        if name in without:
+            continue
+        if not (folder / name).is_dir():
             raise UserError(
                 f"a pipeline folder has a subfolder for every component that its {INDEX} names; {pretrained} has no "
-                f"{name}/ ({'.'.join(value)}). Download or save the pipeline again, whole."
+                f"{name}/ ({library}.{class_name}). Download or save the pipeline again, whole."
             )
         # diffusers and transformers replace some files that are missing by defaults, such as a tokenizer without words.
-        if is_component and name not in without and value[0] in ("diffusers", "transformers"):
-            cls = getattr(importlib.import_module(value[0]), value[1], None)
-            if isinstance(cls, type):
-                check_complete("model.pretrained", pretrained, cls, name, chats)
+        if isinstance(cls := _class_of(library, class_name), type):
+            check_complete("model.pretrained", pretrained, cls, name, chats)
 
 
-def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> Iterator[tuple[str, Any]]:
-    """Return the components with weights, by name; tokenizers and schedulers are left to diffusers."""
-    for name, value in pipeline_class.load_config(str(folder)).items():
-        if name.startswith("_") or not isinstance(value, list) or value[0] not in ("diffusers", "transformers"):
-            continue
-        library, class_name = value
-        component_class = getattr(importlib.import_module(library), class_name, None)
-        if component_class is None:
-            raise ValueError(f"{library} has no {class_name}, which {INDEX} names as {name}")
-        if isinstance(component_class, type) and issubclass(component_class, nn.Module):
-            yield name, component_class
+def _components(folder: Path) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the name of each component in the index of a pipeline folder, with its library and class."""
+    for name, value in json.loads((folder / INDEX).read_text()).items():
+        if not name.startswith("_") and isinstance(value, list) and None not in value:
+            yield name, (value[0], value[1])
+
+
+def _class_of(library: str, name: str) -> Any:
+    """Return the class of diffusers or transformers; None for another library."""
+    if library not in ("diffusers", "transformers"):
+        return None
+    if (cls := getattr(importlib.import_module(library), name, None)) is None:
+        raise UserError(f"{INDEX} names {name} of {library}, which has none. Update it: pip install -U {library}.")
+    return cls
 
 
 def _dtype_of_8_bits(files: Iterable[Path]) -> str | None:
@@ -214,39 +212,28 @@ def _dtype_of_8_bits(files: Iterable[Path]) -> str | None:
 
 def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None = None) -> Any:
     """Return the frozen model of a folder. A weight that is missing from its files is an error."""
-    has_variant = variant is not None and any(folder.glob(f"*.{variant}[.-]*"))
-    if not has_variant and not any(file.name.count(".") == 1 for file in folder.glob("*.safetensors")):
-        variants = sorted({file.name.split(".")[1].split("-")[0] for file in folder.glob("*.*.safetensors")})
-        if variants:
-            raise UserError(
-                f"model.variant={variant or 'null'} is invalid: the weights in {folder} are of the variant "
-                f"{' or '.join(variants)}. Set model.variant={variants[0]}."
-            )
-        if pickled := sorted(folder.glob("*.bin")):
-            raise UserError(
-                f"{folder} is invalid: its weights are in {pickled[0].name}, and must be in safetensors files. Load "
-                "the pipeline with diffusers, and save_pretrained(<folder>) without safe_serialization=False."
-            )
     config = json.loads((folder / "config.json").read_text())
-    files = folder.glob(f"*.{variant}[.-]*" if has_variant else "*.safetensors")
-    read = [file for file in files if file.suffix == ".safetensors" and (has_variant or file.name.count(".") == 1)]
+    of_variant = sorted(folder.glob(f"*.{variant}[.-]*safetensors")) if variant else []
+    read = of_variant or [file for file in folder.glob("*.safetensors") if file.name.count(".") == 1]
+    others = sorted(file.name for file in folder.glob("*") if file.suffix in (".safetensors", ".bin"))
+    if others and not read:
+        raise UserError(
+            f"{folder} is invalid: with model.variant={variant or 'null'} its weights must be in *.safetensors, and "
+            f"they are in {others[0]}. Set model.variant=<word> for *.<word>.safetensors; save others again by "
+            "save_pretrained(<folder>) of diffusers, without safe_serialization=False."
+        )
     method = (config.get("quantization_config") or {}).get("quant_method") or _dtype_of_8_bits(read)
     if method:
         raise UserError(
             f"{folder} is invalid: its weights are quantised ({method}), and must be of 16 or 32 bits. "
             "Give the model's folder from before its quantisation."
         )
-    options = dict(dtype=dtype, variant=variant if has_variant else None, use_safetensors=True)
+    options = dict(dtype=dtype, variant=variant if of_variant else None, use_safetensors=True)
     module, info = component_class.from_pretrained(str(folder), output_loading_info=True, **options)
     missing = sorted(info["missing_keys"])
-    if missing and any(".base_layer." in name for name in info["unexpected_keys"]):
-        raise UserError(
-            f"{folder} is invalid: its files have the layers of a LoRA that was loaded when it was saved. Save the "
-            "pipeline again after pipe.unload_lora_weights(), and pipe.fuse_lora() before that to keep the LoRA."
-        )
     if missing:
         raise UserError(
             f"every weight of a {component_class.__name__} must be in its files; {folder} lacks {len(missing)} of "
-            f"them: {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Download or save it again."
+            f"them, such as {missing[0]}. Download it again, or save it again after pipe.unload_lora_weights()."
         )
     return module.requires_grad_(False).eval()

@@ -35,7 +35,7 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
     Raises:
         UserError: a target of ``config`` is no layer of the transformer, or its rank exceeds the width of one.
     """
-    widths = dict(_widths(transformer))
+    widths = {name: min(shape[:2]) for name, shape in layer_shapes(transformer).items()}
     names = list(widths)
     targets = sorted(map(str, config.target_modules or ()))
     unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
@@ -69,13 +69,18 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
     return layers
 
 
-def _widths(transformer: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the names of the linear layers and convolutions, and the smaller number of their inputs and outputs."""
+def layer_shapes(transformer: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of the linear layers and convolutions, with adapters or without."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, module in transformer.named_modules():
+        layer = name.removesuffix(".base_layer")
+        if ".lora_" in name:
+            continue
         if isinstance(module, nn.Linear):
-            yield name, min(module.in_features, module.out_features)
+            shapes[layer] = module.out_features, module.in_features
         elif isinstance(module, nn.Conv2d):
-            yield name, min(module.in_channels, module.out_channels)
+            shapes[layer] = module.out_channels, module.in_channels // module.groups, *module.kernel_size
+    return shapes
 
 
 class FusedLoRALinear(PeftLinear):
@@ -164,10 +169,6 @@ def read_lora(
         max(value.shape[0] for name, value in state.items() if "lora_A" in name)
         for state in (update, adapter_state(layers, TRAINED))
     )
-    sides = [(name, value.shape) for state in (update, adapter_state(layers, TRAINED)) for name, value in state.items()]
-    width = min(shape[1] if "lora_A" in name else shape[0] for name, shape in sides)
-    if rank > width:
-        raise UserError(f"{named}: its rank is {rank}, and a layer is {width} wide. Name a LoRA of a lower rank.")
     settings, rules = [], []
     if others := sorted(in_file - layers.keys()):
         settings.append(f"model.lora.target_modules=[{','.join(sorted({_BLOCK.sub('', name) for name in in_file}))}]")

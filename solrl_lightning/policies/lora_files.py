@@ -1,4 +1,8 @@
-"""LoRA files of diffusers, peft and other trainers, read as W + B A: the scale of every layer is multiplied into B."""
+"""LoRA files of diffusers, peft and other trainers, read as W + B A: the scale of every layer is multiplied into B.
+
+`read_lora_file` reads one to train on; `fuse_lora` makes one a part of the base model, as that which distils Qwen-Image
+to few steps.
+"""
 
 import json
 import logging
@@ -8,15 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from solrl_lightning.artifacts.hub import check_fetched
+from solrl_lightning.artifacts.hub import check_fetched, fetch
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.names import LORA_FILES, PEFT_CONFIG
+from solrl_lightning.policies.lora import layer_shapes
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +76,8 @@ def read_lora_file(
     tensors = {name: value for name, value in tensors.items() if name not in dropped}
     _check(tensors, config, named)
     tensors = {name: value.float() for name, value in tensors.items()}
-    _fold_alphas(tensors, config, named)
-    shapes = _shapes(transformer)
+    _fold_alphas(tensors, config)
+    shapes = layer_shapes(transformer)
     state = _in_names_of(shapes, tensors)
     if state is None:
         try:
@@ -111,21 +117,15 @@ def _check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str)
     """Raise ``UserError`` for tensors that are not all A, B and alpha of a LoRA, or are not finite."""
     if not tensors:
         raise UserError(f"{named}: it has no weights of a transformer. {_FIX}")
-    if config.get("use_dora") or any("dora_scale" in name or "lora_magnitude" in name for name in tensors):
-        raise UserError(f"{named}: it is a DoRA, which has a magnitude beside A and B. {_FIX}")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start not in _PLAIN_STARTS:
         raise UserError(
             f"{named}: its init_lora_weights is {start}, so it updates base weights that peft has changed. Save it by "
             "path_initial_model_for_weight_conversion=<its initial adapter>, which converts it."
         )
-    if kind := {config.get("peft_type", "LORA")} - {"LORA"}:
-        raise UserError(f"{named}: its peft_type is {kind.pop()}. {_FIX}")
     for name, value in tensors.items():
-        if name.endswith(("lora_B.bias", ".diff_b")):
-            raise UserError(f"{named}: {name} is a bias, which a run does not train. {_FIX}")
-        if not name.endswith(".alpha") and not _WEIGHT.fullmatch(name):
-            raise UserError(f"{named}: {name} is no weight of a LoRA. {_FIX}")
+        if not name.endswith(".alpha") and not _WEIGHT.fullmatch(name):  # a bias, or the magnitude of a DoRA
+            raise UserError(f"{named}: {name} is neither A, B nor alpha of a LoRA, and a run trains no more. {_FIX}")
         of_floats = value.is_floating_point() or name.endswith(".alpha")
         if not of_floats or not value.float().isfinite().all():
             raise UserError(f"{named}: {name} ({value.dtype}) must have finite floating-point values. {_FIX}")
@@ -133,7 +133,7 @@ def _check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str)
             raise UserError(f"{named}: {name} has shape {list(value.shape)}. {_FIX}")
 
 
-def _fold_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any], named: str) -> None:
+def _fold_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
     """Multiply the scale of each layer into its B, in place; an entry <layer>.alpha is then the rank.
 
     The scale is that of peft (``LoraLayer.update_layer``); an entry of the layer itself takes precedence.
@@ -151,11 +151,7 @@ def _fold_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any], named: s
             layer = match["layer"]
             for prefix in _PREFIXES:
                 layer = layer.removeprefix(prefix)
-            try:
-                key = get_pattern_key(patterns, layer)
-            except re.error as error:
-                raise UserError(f"{named}: its alpha_pattern is no pattern ({error}). {_FIX}") from error
-            scaled = patterns.get(key, config.get("lora_alpha", LoraConfig.lora_alpha))
+            scaled = patterns.get(get_pattern_key(patterns, layer), config.get("lora_alpha", LoraConfig.lora_alpha))
             tensors[name] = tensors[name] * (scaled / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
@@ -194,15 +190,28 @@ def _checked(
     return state
 
 
-def _shapes(transformer: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of the linear layers and convolutions, with adapters or without."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, module in transformer.named_modules():
-        layer = name.removesuffix(".base_layer")
-        if ".lora_" in name:
-            continue
-        if isinstance(module, nn.Linear):
-            shapes[layer] = module.out_features, module.in_features
-        elif isinstance(module, nn.Conv2d):
-            shapes[layer] = module.out_channels, module.in_channels // module.groups, *module.kernel_size
-    return shapes
+@torch.no_grad()
+def fuse_lora(pipeline: DiffusionPipeline, source: str) -> dict[str, Tensor]:
+    """Add a LoRA to the transformer's weights, in place: W + alpha / rank B A in float32, rounded to the dtype of W.
+
+    Return its tensors, with the scale in B.
+
+    Args:
+        pipeline: reads the names of its own LoRA files, and of other trainers where diffusers converts them.
+        source: ``<hub id or folder>/<file>``.
+
+    Raises:
+        UserError: the file cannot be read, or is no LoRA of the transformer (`read_lora_file`).
+    """
+    folder, _, name = source.rpartition("/")
+    file = fetch(folder or ".", name, key="model.fused_lora", kind="LoRA")
+    if name == LORA_FILES[1]:
+        fetch(folder or ".", PEFT_CONFIG, key="model.fused_lora", kind="LoRA")
+    named = f"model.fused_lora={source} is invalid"
+    state = read_lora_file(file, pipeline.transformer, type(pipeline), named)
+    for key in [key for key in state if key.endswith(".lora_A.weight")]:
+        layer = key.removesuffix(".lora_A.weight")
+        weight = pipeline.transformer.get_submodule(layer).weight
+        update = state[f"{layer}.lora_B.weight"].flatten(1) @ state[key].flatten(1)
+        weight.copy_(weight.float() + update.view_as(weight))
+    return state

@@ -34,8 +34,8 @@ from solrl_lightning.policies.config_files import TINY
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
 from solrl_lightning.policies.guidance import guide
 from solrl_lightning.policies.loading import errors_only, load_pipeline
-from solrl_lightning.policies.sampled_digest import sampled_digest
 from solrl_lightning.policies.schedulers import Settings, check_scheduler, read_scheduler, resolution_shift
+from solrl_lightning.policies.tensor_digest import SAMPLES, digest
 from solrl_lightning.seeds import noise
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class PipelineAdapter(ABC):
     encoders: ClassVar[tuple[str, ...]]  # text encoders and tokenizers
     optional: ClassVar[tuple[str, ...]] = ()  # of those, what a pipeline does without if its index has none
     schedulers: ClassVar[Settings] = {}  # that `sigmas` honours; empty: none is checked, nor is model.scheduler taken
+    text_width: ClassVar[str] = "joint_attention_dim"  # in the transformer's config: numbers of a text token
     latents_per_token: ClassVar[int | None] = None  # side of an image token; None: the transformer's patch_size
     latent_shape: tuple[int, ...]  # of one image, as the transformer takes it
 
@@ -118,7 +119,9 @@ class PipelineAdapter(ABC):
             self.pipeline = self._load({})
         else:
             self.pipeline = self._load(dict.fromkeys(self.encoders))
-            self.cache = self._cache(Path(embeddings))
+            source = Path(self.pipeline.config._name_or_path)
+            identity = encoder_fingerprint(source, self.encoders, self.embedding_settings())
+            self.cache = EmbeddingCache(Path(embeddings), identity)
         if scheduler is not None:
             self.pipeline.register_modules(
                 scheduler=self.pipeline.scheduler.from_config(self.pipeline.scheduler.config, **scheduler)
@@ -127,7 +130,7 @@ class PipelineAdapter(ABC):
             for name in ("transformer", "vae"):
                 self._note_weights(self.pipeline.components[name].state_dict())
         if fused_lora is not None and not self.random:
-            from solrl_lightning.policies.fused_lora import fuse_lora
+            from solrl_lightning.policies.lora_files import fuse_lora
 
             self._note_weights(fuse_lora(self.pipeline, fused_lora))
         self.transformer = self.pipeline.transformer.requires_grad_(False)
@@ -160,10 +163,6 @@ class PipelineAdapter(ABC):
 
         By name, each [P, ...] or P tensors of different lengths.
         """
-
-    @abstractmethod
-    def embedding_like(self) -> Conditioning:
-        """Return tensors on ``meta`` of the names, shapes and dtypes of one prompt's embedding, for random weights."""
 
     @abstractmethod
     def sigmas(self, steps: int) -> Tensor:
@@ -207,6 +206,16 @@ class PipelineAdapter(ABC):
     def pixels_per_latent(self) -> int:
         """Side in pixels of the square that one latent covers."""
         return self.pipeline.vae_scale_factor
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of a prompt's embedding, with padding."""
+        return self.max_sequence_length
+
+    def embedding_like(self) -> Conditioning:
+        """Return tensors on ``meta`` of the names, shapes and dtypes of one prompt's embedding, for random weights."""
+        width = self.transformer.config[self.text_width]
+        return {"prompt_embeds": torch.empty(self.prompt_length, width, device="meta")}
 
     @property
     def unused_layers(self) -> Collection[str]:
@@ -395,7 +404,7 @@ class PipelineAdapter(ABC):
 
     def _note_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Make ``tensors``, as read from files, part of ``base_digest``, which is equal for equal base weights."""
-        self.base_digest = sampled_digest(tensors, self.base_digest)
+        self.base_digest = digest(tensors, self.base_digest, SAMPLES)
 
     def save_lora(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None:
         """Write a LoRA that plain diffusers loads with ``pipe.load_lora_weights(folder)``.
@@ -451,10 +460,6 @@ class PipelineAdapter(ABC):
             source = str(TINY / EMBEDDED) if pretrained == "tiny" else pretrained
             decoder = load_preview_decoder(source, dtype, *latents)
         return decoder.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
-
-    def _cache(self, folder: Path) -> EmbeddingCache:
-        source = Path(self.pipeline.config._name_or_path)
-        return EmbeddingCache(folder, encoder_fingerprint(source, self.encoders, self.embedding_settings()))
 
 
 def _dtype(name: str, value: str) -> torch.dtype:

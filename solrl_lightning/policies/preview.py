@@ -40,21 +40,14 @@ def load_preview_decoder(pretrained: str, dtype: torch.dtype, channels: int, com
         _check(AutoencoderTiny.load_config(str(folder)), pretrained, channels, compression)
         if not is_path(pretrained):
             hf_hub_download(pretrained, SAFETENSORS_WEIGHTS_NAME)  # into the same folder
+        return load_module(AutoencoderTiny, folder, dtype)
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, HTTPError, SafetensorError) as error:
-        raise UserError(_damaged(pretrained, error)) from error
-    try:
-        return load_module(AutoencoderTiny, folder, dtype)
-    except (OSError, ValueError, RuntimeError, HTTPError, SafetensorError) as error:
-        raise UserError(_damaged(pretrained, error)) from error
-
-
-def _damaged(pretrained: str, error: Exception) -> str:
-    return (
-        f"model.preview_decoder={pretrained} could not be loaded: {sentence(error)} Give the hub id of an "
-        "AutoencoderTiny, or the folder that its save_pretrained wrote, or do without: model.preview_decoder=null."
-    )
+        raise UserError(
+            f"model.preview_decoder={pretrained} could not be loaded: {sentence(error)} Give the hub id of an "
+            "AutoencoderTiny, or the folder that its save_pretrained wrote, or do without: model.preview_decoder=null."
+        ) from error
 
 
 def random_preview_decoder(

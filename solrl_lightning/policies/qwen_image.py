@@ -67,15 +67,6 @@ class QwenImage(VideoPipelineAdapter):
         last = f"transformer_blocks.{len(self.transformer.transformer_blocks) - 1}"
         return [f"{last}.{layer}" for layer in ("attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")]
 
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of a padded prompt."""
-        return self.max_sequence_length
-
-    def embedding_like(self) -> Conditioning:
-        width = self.transformer.config.joint_attention_dim
-        return {"prompt_embeds": torch.empty(self.prompt_length, width, device="meta")}
-
     def noise(self, seeds: Tensor) -> Tensor:
         spatial = noise(seeds, (self.latent_shape[1] // 4, self._side * 2, self._side * 2))
         return QwenImagePipeline._pack_latents(spatial, *spatial.shape).to(self.device)

@@ -26,6 +26,7 @@ class Sana(PipelineAdapter):
 
     pipeline_class = SanaPipeline
     encoders = ("text_encoder", "tokenizer")
+    text_width = "caption_channels"
 
     def __init__(
         self,
@@ -58,11 +59,8 @@ class Sana(PipelineAdapter):
         return {"prompt_embeds": embeds, "prompt_mask": mask}
 
     def embedding_like(self) -> Conditioning:
-        length = self.max_sequence_length
-        return {
-            "prompt_embeds": torch.empty(length, self.transformer.config.caption_channels, device="meta"),
-            "prompt_mask": torch.empty(length, dtype=torch.int64, device="meta"),
-        }
+        mask = torch.empty(self.max_sequence_length, dtype=torch.int64, device="meta")
+        return super().embedding_like() | {"prompt_mask": mask}
 
     def sigmas(self, steps: int) -> Tensor:
         scheduler = FlowMatchEulerDiscreteScheduler(shift=self.flow_shift)

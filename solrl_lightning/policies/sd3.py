@@ -34,12 +34,13 @@ class SD3(PipelineAdapter):
         )
         return {"prompt_embeds": embeds, "pooled": pooled}
 
+    @property
+    def prompt_length(self) -> int:
+        return CLIP_TOKENS + self.max_sequence_length
+
     def embedding_like(self) -> Conditioning:
-        config, length = self.transformer.config, CLIP_TOKENS + self.max_sequence_length
-        return {
-            "prompt_embeds": torch.empty(length, config.joint_attention_dim, device="meta"),
-            "pooled": torch.empty(config.pooled_projection_dim, device="meta"),
-        }
+        pooled = torch.empty(self.transformer.config.pooled_projection_dim, device="meta")
+        return super().embedding_like() | {"pooled": pooled}
 
     def sigmas(self, steps: int) -> Tensor:
         """Return the levels of the pipeline's scheduler: shift 3, and the last level above 0 is the lowest it was

@@ -39,6 +39,7 @@ class Wan(VideoPipelineAdapter):
     pipeline_class = WanPipeline
     encoders = ("text_encoder", "tokenizer")
     schedulers = FLOW_MATCHING_OR_UNIPC
+    text_width = "text_dim"
 
     def __init__(self, pretrained: str, resolution: int, *, num_frames: int, **others: Any) -> None:
         super().__init__(pretrained, resolution, **others)
@@ -73,10 +74,6 @@ class Wan(VideoPipelineAdapter):
         """Return ``prompt_embeds`` [P, L, D]; the transformer attends to the zeros up to ``max_sequence_length``."""
         embeds = super().encode(prompts)["prompt_embeds"]
         return {"prompt_embeds": F.pad(embeds, (0, 0, 0, self.max_sequence_length - embeds.shape[1]))}
-
-    def embedding_like(self) -> Conditioning:
-        width = self.transformer.config.text_dim
-        return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
 
     def sigmas(self, steps: int) -> Tensor:
         """Return the levels of the pipeline's scheduler; of a multistep one, as UniPC, up to 1e-6: the first is 1."""

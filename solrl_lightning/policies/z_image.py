@@ -27,6 +27,7 @@ class ZImage(PipelineAdapter):
     pipeline_class = ZImagePipeline
     encoders = ("text_encoder", "tokenizer")
     schedulers = FLOW_MATCHING
+    text_width = "cap_feat_dim"
     latents_per_token = 2
 
     def __init__(self, pretrained: str, resolution: int, max_sequence_length: int, **others: Any) -> None:
@@ -48,10 +49,6 @@ class ZImage(PipelineAdapter):
             max_sequence_length=self.max_sequence_length,
         )
         return {"prompt_embeds": embeds}
-
-    def embedding_like(self) -> Conditioning:
-        width = self.transformer.config.cap_feat_dim
-        return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
 
     def sigmas(self, steps: int) -> Tensor:
         """Return the levels of the pipeline's scheduler, whose shift is a number as published."""

@@ -77,8 +77,8 @@ def pickle_weights(folder: Path) -> None:
 def test_unreadable_files_are_errors_with_an_alternative(copied: Path, damage: Callable[[Path], object]) -> None:
     damage(copied)
     message = message_of(copied)
-    assert f"model.preview_decoder={copied} " in message
-    assert "model.preview_decoder=null" in message and ".. " not in message
+    assert str(copied) in message and ".. " not in message
+    assert "model.preview_decoder=null" in message or "save_pretrained(<folder>)" in message
 
 
 def test_hub_id_loads_as_its_folder_does(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""An identity of weights that is cheap: large models are compared on every resume."""
+"""Identities of tensors: of embeddings by all elements, of weights by samples, as a resume compares large models."""
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,8 +12,8 @@ _BLOCKS, _BLOCK_BYTES = 256, 4096
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
-def sampled_digest(tensors: Mapping[str, Tensor], before: str = "") -> str:
-    """Return a digest of names, dtypes, shapes and `SAMPLES` to twice as many elements of each tensor, at equal steps.
+def digest(tensors: Mapping[str, Tensor], before: str = "", samples: int = sys.maxsize) -> str:
+    """Return a digest of names, dtypes, shapes and ``samples`` to twice as many elements of a tensor, at equal steps.
 
     Training, scaling or another LoRA changes nearly all elements of a tensor.
 
@@ -22,7 +23,7 @@ def sampled_digest(tensors: Mapping[str, Tensor], before: str = "") -> str:
     content = hashlib.blake2b(before.encode(), digest_size=16)
     for name, value in sorted(tensors.items()):
         content.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-        step = max(1, value.numel() // SAMPLES)
+        step = max(1, value.numel() // samples)
         content.update(value.detach().flatten()[::step].cpu().contiguous().view(uint8).numpy().tobytes())
     return content.hexdigest()
 
