@@ -38,15 +38,10 @@ def check_served(rewards: Container[str], host: str, port: int) -> None:
         raise UserError(
             "reward=http is invalid with task=serve: a server of its own scores that reward. Choose another reward."
         )
-    check_server("serve", host, port)
-
-
-def check_server(task: str, host: str, port: int) -> None:
-    """Raise ``UserError`` if the server of ``task`` cannot listen at its address, or must not without a token."""
     for package in ("fastapi", "uvicorn"):
         if not is_installed(package):
             raise UserError(
-                f"task={task} is invalid: the package {package} is not installed. Install it with "
+                f"task=serve is invalid: the package {package} is not installed. Install it with "
                 'pip install "solrl-lightning[serve]".'
             )
     token = read_token()

@@ -80,8 +80,8 @@ class Reward(ABC):
         with self._named_errors():
             returned = self.parts(images, prompts)
         columns, expected = numbers_in(returned), [len(images), len(self.part_names)]
-        if columns is None or columns.is_complex() or list(columns.shape) != expected:
-            actual = type(returned).__name__ if columns is None else f"{columns.dtype} {list(columns.shape)}"
+        if columns is None or list(columns.shape) != expected:
+            actual = type(returned).__name__ if columns is None else list(columns.shape)
             raise UserError(
                 f"the reward {self.name} is invalid: its parts() must return a column for each of part_names, a tensor "
                 f"{expected}; it returned {actual}. Correct parts() or part_names."
@@ -146,28 +146,24 @@ def as_scores(name: str, returned: Any, count: int) -> Tensor:
     The score of one image may be a number.
 
     Raises:
-        UserError: it is something else, or complex.
+        UserError: it is something else.
     """
     scores = numbers_in(returned)
     single = (count == 1) * ((),)
     if scores is None or tuple(scores.shape) not in ((count,), (count, 1), *single):
-        shape = type(returned).__name__ if scores is None else list(scores.shape)
+        actual = type(returned).__name__ if scores is None else list(scores.shape)
         raise UserError(
-            f"the reward {name} is invalid: it must return one score per image, a tensor [{count}]; its score() "
-            f"returned {shape}. Correct score()."
-        )
-    if scores.is_complex():
-        raise UserError(
-            f"the reward {name} is invalid: it must return real numbers; its score() returned {scores.dtype}. "
-            "Correct score(), for example by .real or .abs()."
+            f"the reward {name} is invalid: it must return one real number per image, a tensor [{count}]; its score() "
+            f"returned {actual}. Correct score()."
         )
     return scores.flatten().float()
 
 
 def numbers_in(returned: Any) -> Tensor | None:
-    """Return a tensor, array or list as a tensor; None if it is no numbers, or lists of different lengths."""
+    """Return a tensor, array or list as a tensor; None if it is no real numbers, or lists of different lengths."""
     with suppress(TypeError, ValueError, RuntimeError):
-        return torch.as_tensor(returned)
+        numbers = torch.as_tensor(returned)
+        return None if numbers.is_complex() else numbers
     return None
 
 

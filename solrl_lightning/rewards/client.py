@@ -3,7 +3,7 @@
 import io
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from PIL import Image
@@ -12,7 +12,7 @@ from urllib3 import BaseHTTPResponse, PoolManager, Retry
 from urllib3.exceptions import HTTPError, InvalidHeader, ReadTimeoutError
 
 from solrl_lightning.errors import ServerError, sentence
-from solrl_lightning.rewards.addresses import TOKEN
+from solrl_lightning.rewards.addresses import TOKEN, read_token
 
 log = logging.getLogger(__name__)
 
@@ -23,21 +23,15 @@ _CHUNK, _LONGEST = 2**16, 2**24  # bytes of an answer that are read at once, and
 
 
 class Client:
-    """Posts JSON to an address, from several threads, and retries failed requests with back-off.
+    """Posts JSON to an address, with the token of the environment, from up to ``concurrency`` threads.
 
-    Args:
-        url: http or https address of the requests.
-        headers: of every request.
-        concurrency: connections that are kept.
-        timeout: seconds without an answer, or from its first to its last byte, after which a request has failed.
-        retries: attempts after the first one.
-        backoff: seconds; retry n waits backoff * 2 ** (n - 1), at most 60, and the first one not at all.
+    Arguments as those of ``HTTPReward``. Raises ``UserError``: see ``read_token``.
     """
 
-    def __init__(
-        self, url: str, headers: Mapping[str, str], concurrency: int, timeout: float, retries: int, backoff: float
-    ) -> None:
+    def __init__(self, url: str, concurrency: int, timeout: float, retries: int, backoff: float) -> None:
         self.url, self.timeout, self.retries = url, timeout, retries
+        token = read_token()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._silent = False  # since the last answer
         # A score has no side effects, so a POST may be repeated.
         retry = _LoggedRetry(

@@ -48,8 +48,7 @@ class GenEval(TransformersCLIP):
     Args:
         detector: hub id or folder of an OWLv2.
         threshold, counting_threshold: lowest score of an object, for prompts of other tags and of the tag
-            "counting"; it
-            depends on the detector.
+            "counting"; it depends on the detector.
         strict: 1 if every clause holds, else 0, as GenEval reports; False: the mean of the clauses' terms.
 
     Raises:

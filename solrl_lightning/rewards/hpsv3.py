@@ -10,7 +10,6 @@ Shapes: B images, S tokens.
 """
 
 import ast
-from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,15 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLConfig, Qwen2VLImageProcessor, Qwen2VLModel
+from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessor, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from solrl_lightning.artifacts.complete import check_complete
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.data.sources import github_file
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.options.rules import Count
 from solrl_lightning.rewards.base import Reward
-from solrl_lightning.rewards.loading import check_state_dict_keys, floating_dtype
+from solrl_lightning.rewards.loading import check_state_dict_keys, floating_dtype, read_parts
 
 WEIGHTS, REPOSITORY, SOURCE = "HPSv3.safetensors", "MizzenAI/HPSv3", "hpsv3/dataset/data_collator_qwen.py"
 TOKEN = "<|Reward|>"
@@ -63,14 +61,16 @@ class HPSv3(Reward):
         super().__init__(device)
         self.dtype, self.batch = floating_dtype(self.name, dtype), batch
         self.instruction = read_instruction(github_file(REPOSITORY, SOURCE))
-        config, self.tokenizer, self.images = _read_processor(processor)
+        parts = (Qwen2VLConfig, AutoTokenizer, Qwen2VLImageProcessor)
+        key, file, kind = "reward.hpsv3.processor", "preprocessor_config.json", "Qwen2-VL model"
+        config, self.tokenizer, self.images = read_parts(key, processor, file, kind, *parts, chats=True)
         self.tokenizer.add_special_tokens({"additional_special_tokens": [TOKEN]})
         self._token, self._image_token = self.tokenizer.convert_tokens_to_ids([TOKEN, "<|image_pad|>"])
         weights = _read_weights(pretrained)
         config.text_config.vocab_size = weights["language_model.embed_tokens.weight"].shape[0]
         if len(self.tokenizer) > config.text_config.vocab_size:
             raise UserError(
-                f"reward.hpsv3.processor={processor} is invalid: its tokenizer has {len(self.tokenizer)} tokens with "
+                f"{key}={processor} is invalid: its tokenizer has {len(self.tokenizer)} tokens with "
                 f"{TOKEN}, and {pretrained} embeds {config.text_config.vocab_size}. Set it to the processor of the "
                 "model's training."
             )
@@ -141,20 +141,6 @@ def read_instruction(file: Path) -> str:
             f"https://github.com/{REPOSITORY} does. Delete it, or clone that repository into {REPOSITORY}."
         )
     return text
-
-
-def _read_processor(processor: str) -> tuple[Any, Any, Any]:
-    key = "reward.hpsv3.processor"
-    fetch(processor, "preprocessor_config.json", key=key, kind="Qwen2-VL model")
-    check_complete(key, processor, PreTrainedTokenizerBase, chats=True)
-    for part in (Qwen2VLConfig, Qwen2VLImageProcessor):
-        check_complete(key, processor, part)
-    source = expanduser(processor)
-    try:
-        config = Qwen2VLConfig.from_pretrained(source)
-        return config, AutoTokenizer.from_pretrained(source), Qwen2VLImageProcessor.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}={processor} is invalid: {sentence(error)} Give Qwen/Qwen2-VL-7B-Instruct.") from error
 
 
 def _read_weights(pretrained: str) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
-from solrl_lightning.rewards.addresses import check_url, read_token
+from solrl_lightning.rewards.addresses import check_url
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 from solrl_lightning.rewards.client import Client, shown, to_png
 
@@ -48,9 +48,7 @@ class HTTPReward(Reward):
         super().__init__(device)
         check_url("reward.http.url", url)
         self.url, self.batch, self.concurrency = url, batch, concurrency
-        token = read_token()
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = Client(url, headers, concurrency, timeout, retries, backoff)
+        self._client = Client(url, concurrency, timeout, retries, backoff)
 
     def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
         """Ask once for the scores of ``batch`` images of noise: no image of the run has a longer PNG file.

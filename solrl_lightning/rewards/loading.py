@@ -44,14 +44,9 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
 
     model = _load_pretrained(CLIPModel, f"reward.{reward}.pretrained", pretrained, "CLIP model")
     key = f"reward.{reward}.processor"
-    fetch(processor, "tokenizer_config.json", key=key, kind="CLIP model", hint=_HINT)
-    for part in (CLIPTokenizer, CLIPImageProcessor):
-        check_complete(key, processor, part)
-    source, fix = expanduser(processor), f"Set {key} to the processor of the model's training."
-    try:
-        images, tokenizer = CLIPImageProcessor.from_pretrained(source), CLIPTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise _unreadable(key, processor, error) from error
+    parts = (CLIPTokenizer, CLIPImageProcessor)
+    tokenizer, images = read_parts(key, processor, "tokenizer_config.json", "CLIP model", *parts)
+    fix = f"Set {key} to the processor of the model's training."
     preprocess = _crop_to_square(key, processor, images)
     side = model.config.vision_config.image_size
     if (preprocess.height, preprocess.width) != (side, side):
@@ -79,13 +74,32 @@ def load_detector(reward: str, detector: str) -> tuple[Any, Any]:
     from transformers import Owlv2ForObjectDetection, Owlv2Processor
 
     key = f"reward.{reward}.detector"
-    fetch(detector, "config.json", key=key, kind="detector", hint=_HINT)
-    check_complete(key, detector, Owlv2Processor)
-    model = _load_pretrained(Owlv2ForObjectDetection, key, detector, "detector")
+    (processor,) = read_parts(key, detector, "config.json", "detector", Owlv2Processor)
+    return _load_pretrained(Owlv2ForObjectDetection, key, detector, "detector"), processor
+
+
+def read_parts(
+    key: str, name: str, file: str, kind: str, *parts: Any, chats: bool = False, **options: Any
+) -> list[Any]:
+    """Read a configuration, tokenizer or processor of each class of ``parts`` from a hub id or folder with ``file``.
+
+    ``chats``: with a chat template; ``options``: of ``from_pretrained``.
+
+    Raises:
+        UserError: their files are missing or damaged.
+    """
+    from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+
+    made: dict[Any, Any] = {AutoTokenizer: PreTrainedTokenizerBase, AutoProcessor: ProcessorMixin}
+    fetch(name, file, key=key, kind=kind, hint=_HINT)
+    for part in parts:
+        check_complete(key, name, made.get(part, part), chats=chats)
     try:
-        return model, Owlv2Processor.from_pretrained(expanduser(detector))
+        return [part.from_pretrained(expanduser(name), **options) for part in parts]
     except (OSError, ValueError) as error:
-        raise _unreadable(key, detector, error) from error
+        raise UserError(
+            f"{key}={name} is invalid: it cannot be read as a {kind}: {sentence(error)} Save or download it again."
+        ) from error
 
 
 def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, device: torch.device) -> nn.Module:
@@ -141,11 +155,8 @@ def _load_pretrained(cls: Any, key: str, name: str, kind: str) -> Any:
 
     fetch(name, "config.json", key=key, kind=kind, hint=_HINT)
     check_complete(key, name, PreTrainedModel)
-    source, expected = expanduser(name), cls.config_class.model_type
-    try:
-        model_type = PretrainedConfig.get_config_dict(source)[0].get("model_type", "model of no type")
-    except (OSError, ValueError) as error:
-        raise _unreadable(key, name, error) from error
+    expected = cls.config_class.model_type
+    model_type = PretrainedConfig.get_config_dict(expanduser(name))[0].get("model_type", "model of no type")
     if model_type != expected:
         raise UserError(
             f"{key}={name} is invalid: it must be a {kind} of type {expected}, and is a {model_type}. Remove the "
@@ -175,13 +186,6 @@ def load_weights(
         ) from error
     check_state_dict_keys(key, name, info["missing_keys"], [])
     return model, info
-
-
-def _unreadable(key: str, name: str, error: Exception) -> UserError:
-    return UserError(
-        f"{key}={name} is invalid: it cannot be loaded: {sentence(error)} A file is missing or damaged. Save or "
-        "download it again."
-    )
 
 
 def _crop_to_square(key: str, processor: str, images: Any) -> CropToSquare:

@@ -27,7 +27,7 @@ from solrl_lightning.data.input_images import load_square
 from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
-from solrl_lightning.rewards.addresses import check_url, read_token
+from solrl_lightning.rewards.addresses import check_url
 from solrl_lightning.rewards.answers import LEAST, Answers, normal, unanswered
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 from solrl_lightning.rewards.client import Client, shown, to_png
@@ -79,9 +79,7 @@ class VLMReward(Reward):
         self.answers = {normal(answer): float(value) for answer, value in answers.items()}
         self.concurrency = concurrency
         self._costs = {"requests": 0, "tokens": 0}
-        token = read_token()
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = Client(f"{self.url}/chat/completions", headers, concurrency, timeout, retries, backoff)
+        self._client = Client(f"{self.url}/chat/completions", concurrency, timeout, retries, backoff)
         self._scored: dict[bytes, float] = {}
 
     @property

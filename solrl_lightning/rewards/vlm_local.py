@@ -7,23 +7,21 @@ Shapes: B images, V tokens of the vocabulary.
 """
 
 from collections.abc import Mapping
-from os.path import expanduser
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from solrl_lightning.artifacts.complete import check_complete
-from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.data.input_images import load_square
 from solrl_lightning.data.prompt import INPUT_IMAGE
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.errors import UserError
 from solrl_lightning.options.rules import Count
 from solrl_lightning.rewards.answers import LEAST, Answers, spellings, unanswered
 from solrl_lightning.rewards.base import Metadata, Reward
-from solrl_lightning.rewards.loading import floating_dtype, load_weights
+from solrl_lightning.rewards.loading import floating_dtype, load_weights, read_parts
 
 
 class LocalVLMReward(Reward):
@@ -55,14 +53,9 @@ class LocalVLMReward(Reward):
         super().__init__(device)
         self.dtype, self.batch, self.question = floating_dtype(self.name, dtype), batch, question
         key, kind = "reward.vlm_local.pretrained", "vision-language model"
-        fetch(pretrained, "config.json", key=key, kind=kind)
-        check_complete(key, pretrained, ProcessorMixin, chats=True)
+        parts = read_parts(key, pretrained, "config.json", kind, AutoProcessor, chats=True, padding_side="left")
+        self.processor = parts[0]
         check_complete(key, pretrained, PreTrainedModel)
-        try:
-            self.processor = AutoProcessor.from_pretrained(expanduser(pretrained), padding_side="left")
-        except (OSError, ValueError) as error:
-            fix = "Give a vision-language model of transformers, such as Qwen/Qwen2.5-VL-7B-Instruct."
-            raise UserError(f"{key}={pretrained} is invalid: {sentence(error)} {fix}") from error
         model, _ = load_weights(AutoModelForImageTextToText, key, pretrained, kind, self.dtype)
         self.model: Any = model.eval().requires_grad_(False).to(self.device)
         self.pretrained, self.answers = pretrained, [*answers]

@@ -130,7 +130,7 @@ class Returns(Reward):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.zeros(()), "it must return one score per image, a tensor [2]; its score() returned []"),
+        (torch.zeros(()), "it must return one real number per image, a tensor [2]; its score() returned []"),
         (torch.zeros(1, 2), "its score() returned [1, 2]"),
         (torch.zeros(2, 3), "its score() returned [2, 3]"),
         (torch.zeros(3), "its score() returned [3]"),
@@ -140,7 +140,7 @@ class Returns(Reward):
         ([[1.0], [1.0, 2.0]], "its score() returned list"),
         ({"a": 1}, "its score() returned dict"),
         (None, "its score() returned NoneType"),
-        (torch.zeros(2) + 1j, "it must return real numbers; its score() returned torch.complex64"),
+        (torch.zeros(2) + 1j, "its score() returned Tensor"),
     ],
 )
 def test_error_about_returned_scores_names_what_is_expected(value: Any, message: str) -> None:
@@ -196,10 +196,10 @@ class Describes(Returns):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.zeros(2, 3), r"its parts\(\) must return .* \[2, 2\]; it returned torch.float32 \[2, 3\]"),
+        (torch.zeros(2, 3), r"its parts\(\) must return .* \[2, 2\]; it returned \[2, 3\]"),
         ([[1.0, 2.0], [1.0]], "it returned list"),
         (None, "it returned NoneType"),
-        (torch.zeros(2, 2) + 1j, "it returned torch.complex64"),
+        (torch.zeros(2, 2) + 1j, "it returned Tensor"),
         (lambda: {}["box"], "reward mine raises KeyError in .*test_reward_base.py, line .*'box'"),
     ],
 )
