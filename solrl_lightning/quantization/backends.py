@@ -103,12 +103,12 @@ def resolve(precision: str, backend: str, device: torch.device | Hardware) -> Ba
         description = f"{option}: {_emulation_description(precision, backend, hardware)}"
         bits = 8 * hardware.emulation_dtype.itemsize
         return Backend(precision, name, FORMATS[precision].emulated, description, bits)
-    layer, bits_per_weight, *_ = native[name]
+    chosen = native[name]
     description = (
         f"{option}: {precision.upper()} by {name} on {hardware.name}, weights of quantised "
-        f"layers stored in {bits_per_weight:g} bits"
+        f"layers stored in {chosen.bits_per_weight:g} bits"
     )
-    return Backend(precision, name, layer(), description, bits_per_weight, native[name].fullgraph)
+    return Backend(precision, name, chosen.layer(), description, chosen.bits_per_weight, chosen.fullgraph)
 
 
 def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: torch.device) -> Backend:
@@ -185,8 +185,7 @@ def _emulation_description(precision: str, backend: str, hardware: Hardware) -> 
 
 
 def _refusal(precision: str, backend: str, hardware: Hardware) -> str:
-    native = FORMATS[precision].native
-    refused = native[backend]
+    refused = FORMATS[precision].native[backend]
     needs = [f"an NVIDIA GPU of compute capability {refused.capability[0]}.{refused.capability[1]} or higher"]
     if refused.cpu:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
@@ -195,11 +194,8 @@ def _refusal(precision: str, backend: str, hardware: Hardware) -> str:
         title, install = PACKAGES[refused.package]
         needs.append(f"{title} with its PyTorch extension (docs/precision.md: {install})")
         present += f", {title} {'' if refused.package in hardware.packages else 'not '}installed"
-    other = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "")
-    ways = [f"precision.backend={other}"] if other else []
-    ways += ["precision.backend=emulated (the same numbers, without the speed)"]
-    ways += [f"precision={name}" for name in _native_precisions(hardware) if name != precision][:1]
     return (
         f"precision.backend={backend} is invalid: with precision={precision} it needs {' and '.join(needs)}; "
-        f"found: {present}. Use {', '.join(ways)} or precision=bf16."
+        f"found: {present}. Leave it out for the fastest one here, or use precision.backend=emulated (the same "
+        "numbers, without the speed) or precision=auto."
     )

@@ -5,29 +5,28 @@ A new format is a quantiser (``rowwise`` scales rows, ``nvfp4`` blocks), layers 
 ``solrl_lightning.names.BACKENDS`` has the same names, for checks that run before torch is loaded.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from solrl_lightning.quantization.linear import QuantizedLinear
-from solrl_lightning.quantization.scaled_linear import (
-    EmulatedFP8Linear,
-    EmulatedINT8Linear,
-    FP8Linear,
-    INT8Linear,
-    NVFP4Linear,
-    ScaledLinear,
-)
+from solrl_lightning.quantization.scaled_linear import EmulatedFP8Linear, EmulatedINT8Linear, NVFP4Linear, ScaledLinear
 
 
 class NativeBackend(NamedTuple):
     """A backend whose hardware multiplies numbers of the format."""
 
-    layer: Callable[[], type[QuantizedLinear]]  # imports it
+    cls: str  # of its layers, below ``solrl_lightning.quantization``
     bits_per_weight: float
     capability: tuple[int, int]  # minimum compute capability of an NVIDIA GPU
     cpu: bool = False  # also runs on a CPU with INT8 units
     fullgraph: bool = True
     package: str = ""  # a key of backends.PACKAGES, which it needs
+
+    def layer(self) -> type[QuantizedLinear]:
+        """Import the class of its layers."""
+        layer: type[QuantizedLinear] = resolve_name(f"solrl_lightning.quantization.{self.cls}")
+        return layer
 
 
 class Format(NamedTuple):
@@ -39,18 +38,6 @@ class Format(NamedTuple):
     native: Mapping[str, NativeBackend]  # by name, best first; empty where no hardware multiplies it
 
 
-def _packed_nvfp4() -> type[QuantizedLinear]:
-    from solrl_lightning.quantization.nvfp4_packed import PackedNVFP4Linear
-
-    return PackedNVFP4Linear
-
-
-def _transformer_engine() -> type[QuantizedLinear]:
-    from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
-
-    return TransformerEngineLinear
-
-
 # Tolerances: BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may round a value between
 # two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum.
 NVFP4 = Format(
@@ -58,14 +45,17 @@ NVFP4 = Format(
     NVFP4Linear,
     2**-6,
     {
-        "torch": NativeBackend(_packed_nvfp4, 4.5, (10, 0)),  # first: a block stays one graph, which fuses scales
+        # First: a block stays one graph, which fuses scales.
+        "torch": NativeBackend("nvfp4_packed.PackedNVFP4Linear", 4.5, (10, 0)),
         "transformer_engine": NativeBackend(
-            _transformer_engine, 4.5, (10, 0), fullgraph=False, package="transformer_engine"
+            "transformer_engine.TransformerEngineLinear", 4.5, (10, 0), fullgraph=False, package="transformer_engine"
         ),
     },
 )
-FP8 = Format("fp8", EmulatedFP8Linear, 2**-5, {"torch": NativeBackend(lambda: FP8Linear, 8, (8, 9))})
-INT8 = Format("int8", EmulatedINT8Linear, 2**-7, {"torch": NativeBackend(lambda: INT8Linear, 8, (8, 0), cpu=True)})
+FP8 = Format("fp8", EmulatedFP8Linear, 2**-5, {"torch": NativeBackend("scaled_linear.FP8Linear", 8, (8, 9))})
+INT8 = Format(
+    "int8", EmulatedINT8Linear, 2**-7, {"torch": NativeBackend("scaled_linear.INT8Linear", 8, (8, 0), cpu=True)}
+)
 
 FORMATS = {each.name: each for each in (NVFP4, FP8, INT8)}
 """By name, in the order of ``precision=auto``."""

@@ -11,7 +11,9 @@ the dtype of the input. Sums of INT8 products are exact up to in_features = 1040
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
@@ -20,12 +22,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
-from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
 from solrl_lightning.quantization.linear import BufferedLinear
 from solrl_lightning.quantization.nvfp4 import BLOCK, fake_quantize
 from solrl_lightning.quantization.rowwise import E4M3, quantize_fp8, quantize_int8
 
 _FEWEST_ROWS = 32  # torch._int_mm on a GPU requires more than 16
+
+Quantized = tuple[Tensor, Tensor]  # values or codes, and scale
 
 
 def operand_dtype(device: torch.device) -> torch.dtype:
@@ -38,6 +41,35 @@ def operand_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda" or (device.type == "cpu" and has_fast_bf16_products()):
         return torch.bfloat16
     return torch.float32
+
+
+class CachedQuantizer:
+    """Quantise a tensor once for all layers that read it, as to_q, to_k and to_v do: the last ``quantize(x, dtype)``.
+
+    The result is freed with x.
+
+    Caches in eager mode only, where quantising costs more than the product of a narrow layer. Compiled code quantises
+    once for each layer: Inductor fuses the quantisers of one tensor into one kernel, which stores a result for each.
+    """
+
+    def __init__(self, quantize: Callable[[Tensor, torch.dtype], Quantized]) -> None:
+        self.quantize = quantize
+        self.x: Callable[[], Tensor | None] = lambda: None
+        self.version, self.dtype = 0, torch.float32
+        self.result: Quantized | None = None
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Quantized:
+        # Inference tensors have no version counter, so an in-place change would go unnoticed.
+        if torch.compiler.is_compiling() or x.is_inference():
+            return self.quantize(x, dtype)
+        if self.result is None or self.x() is not x or self.version != x._version or self.dtype != dtype:
+            self.result = None  # free the old one first
+            self.x, self.version, self.dtype = weakref.ref(x, self._forget), x._version, dtype
+            self.result = self.quantize(x, dtype)
+        return self.result
+
+    def _forget(self, x: weakref.ref[Tensor]) -> None:
+        self.result = None
 
 
 class ScaledLinear(BufferedLinear):

@@ -14,10 +14,10 @@ from diffusers import FluxTransformer2DModel
 from exact_formats import E4M3, F32, LAYERS, linear, nearest_code, random
 from torch import Tensor, nn
 
-from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
 from solrl_lightning.quantization.nvfp4 import encode, fake_quantize, quantize
 from solrl_lightning.quantization.rowwise import quantize_fp8, quantize_int8
 from solrl_lightning.quantization.scaled_linear import (
+    CachedQuantizer,
     EmulatedFP8Linear,
     EmulatedINT8Linear,
     FP8Linear,
