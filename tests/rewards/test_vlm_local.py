@@ -1,56 +1,30 @@
 """reward=vlm_local against transformers' model, one image at a time, with the chat and the patches made by hand."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from nano import _qwen_tokenizer
-from take_away import take_each_file_away
+from test_hpsv3 import patches
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from transformers import (
     AutoTokenizer,
-    Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-    Qwen2VLVideoProcessor,
 )
 
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.rewards.answers import normal, spellings
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.vlm_local import LocalVLMReward
-from tests.rewards.test_hpsv3 import TEMPLATE, VISION, patches, qwen_config
 
 QUESTION = 'Does it show "{prompt}"?'
 PROMPTS = ["a red circle above a blue square", "a circle", "a square"]
 IMAGES = torch.rand(3, 3, 56, 56, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Qwen2-VL in the published layout with small random weights; its vocabulary spells most words in letters."""
-    root = tmp_path_factory.mktemp("qwen2vl")
-    tokenizer = _qwen_tokenizer()
-    tokenizer.add_tokens(VISION, special_tokens=True)
-    tokenizer.add_tokens([" yes"])  # other words after a space begin with a token of the space alone
-    processor = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=TEMPLATE)
-    processor.save_pretrained(root)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(**qwen_config(tokenizer)))
-        for parameter in model.parameters():
-            parameter.data.mul_(3)  # so that images and prompts tell
-    model.save_pretrained(root)
-    return str(root)
-
-
-def reference(folder: str, image: Tensor, prompt: str, words: list[list[str]]) -> Tensor:
+def reference(qwen2vl: str, image: Tensor, prompt: str, words: list[list[str]]) -> Tensor:
     """Probabilities [A] of the first token of each answer, among all that any answer has."""
-    model, tokenizer = Qwen2VLForConditionalGeneration.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = Qwen2VLForConditionalGeneration.from_pretrained(qwen2vl), AutoTokenizer.from_pretrained(qwen2vl)
     image_text = f"<|vision_start|>{'<|image_pad|>' * 4}<|vision_end|>"
     question = QUESTION.replace("{prompt}", prompt)
     text = f"<|im_start|>user\n{image_text}{question}<|im_end|>\n<|im_start|>assistant\n"
@@ -65,23 +39,23 @@ def reference(folder: str, image: Tensor, prompt: str, words: list[list[str]]) -
     return shares / shares.sum()
 
 
-def test_score_is_the_expected_answer(folder: str) -> None:
-    reward = LocalVLMReward(folder, QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32", batch=2)
+def test_score_is_the_expected_answer(qwen2vl: str) -> None:
+    reward = LocalVLMReward(qwen2vl, QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32", batch=2)
     words = [["yes", "Yes", "YES", " yes"], ["no", "No", "NO"]]
-    expected = [reference(folder, image, prompt, words)[0] for image, prompt in zip(IMAGES, PROMPTS, strict=True)]
+    expected = [reference(qwen2vl, image, prompt, words)[0] for image, prompt in zip(IMAGES, PROMPTS, strict=True)]
     scores = reward(IMAGES, PROMPTS)
     torch.testing.assert_close(scores.double(), torch.stack(expected), rtol=1e-4, atol=1e-4)
     assert scores.std() > 1e-3
-    marks = LocalVLMReward(folder, QUESTION, {"1": 0.0, "2": 0.5, "3": 1.0}, dtype="float32")
-    shares = reference(folder, IMAGES[0], PROMPTS[0], ["1", "2", "3"])
+    marks = LocalVLMReward(qwen2vl, QUESTION, {"1": 0.0, "2": 0.5, "3": 1.0}, dtype="float32")
+    shares = reference(qwen2vl, IMAGES[0], PROMPTS[0], ["1", "2", "3"])
     assert marks.tokens[0] != marks.tokens[1] and len(shares) == 3
     assert float(marks(IMAGES[:1], PROMPTS[:1])) == pytest.approx(float(shares @ torch.tensor([0, 0.5, 1.0]).double()))
 
 
-def test_input_image_of_the_prompt_comes_before_the_image(folder: str, tmp_path: Path) -> None:
+def test_input_image_of_the_prompt_comes_before_the_image(qwen2vl: str, tmp_path: Path) -> None:
     levels = (IMAGES[:2] * 255).round().byte()
     to_pil_image(levels[0]).save(tmp_path / "in.png")
-    reward = LocalVLMReward(folder, QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32")
+    reward = LocalVLMReward(qwen2vl, QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32")
     rows: list[Metadata] = [{}, {"image": "in.png", "input_image": str(tmp_path / "in.png")}]
     with_input, alone = reward(IMAGES[1:2].repeat(2, 1, 1, 1), PROMPTS[:1] * 2, rows[::-1])
     chat = [{"type": "image", "image": image} for image in levels]
@@ -95,13 +69,13 @@ def test_input_image_of_the_prompt_comes_before_the_image(folder: str, tmp_path:
     assert (with_input - alone).abs() > 1e-4
 
 
-def test_answers_with_the_same_first_token_raise(folder: str) -> None:
+def test_answers_with_the_same_first_token_raise(qwen2vl: str) -> None:
     with pytest.raises(UserError, match="'1' and '10' begin with the same token, '1'. Use answers that differ"):
-        LocalVLMReward(folder, QUESTION, {"1": 0.0, "10": 1.0})
+        LocalVLMReward(qwen2vl, QUESTION, {"1": 0.0, "10": 1.0})
 
 
-def test_a_model_that_answers_otherwise_is_an_error_before_the_run(folder: str) -> None:
-    reward = LocalVLMReward(folder, QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32")
+def test_a_model_that_answers_otherwise_is_an_error_before_the_run(qwen2vl: str) -> None:
+    reward = LocalVLMReward(qwen2vl, QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32")
     reward.try_out(IMAGES[0], PROMPTS[0], {})
     unlikely = torch.zeros(reward.model.lm_head.out_features)
     unlikely[[number for numbers in reward.tokens for number in numbers]] = -20.0
@@ -115,22 +89,3 @@ def test_a_model_that_answers_otherwise_is_an_error_before_the_run(folder: str) 
 @pytest.mark.parametrize("answer", ["yes", "No", "4", "straße", "ａ"])
 def test_every_spelling_is_the_same_answer_to_both_judges(answer: str) -> None:
     assert {normal(form) for form in spellings(answer)} == {normal(answer)}
-
-
-def test_a_file_that_is_missing_is_named_or_makes_no_difference(folder: str, tmp_path: Path) -> None:
-    model = Qwen2VLForConditionalGeneration.from_pretrained(folder)
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    for file in set(Path(folder).iterdir()) - {Path(folder) / "model.safetensors"}:
-        shutil.copy(file, tmp_path)
-
-    def scores() -> list[Tensor]:
-        reward = LocalVLMReward(str(tmp_path), QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32")
-        return [reward(IMAGES[:1], PROMPTS[:1])]
-
-    needed = take_each_file_away(tmp_path, scores)
-    assert [name for name, required in needed.items() if not required] == ["generation_config.json"]
-    words = json.loads((tmp_path / "processor_config.json").read_text())  # of transformers 4
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(words.pop("image_processor")))
-    words.pop("video_processor", None)
-    (tmp_path / "processor_config.json").write_text(json.dumps(words))
-    assert take_each_file_away(tmp_path, scores)["preprocessor_config.json"]

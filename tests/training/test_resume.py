@@ -1,4 +1,4 @@
-"""A resume is exact: a run that resumes from a checkpoint equals, bit for bit, the run that saved it and went on.
+"""A resume is exact: a run that resumes from a checkpoint equals, bit for bit, the one that saved it.
 
 Processes that are killed are in cli/test_faults.py, several ranks in test_sharded_full.py.
 """
