@@ -15,7 +15,6 @@ WINGS = (
         "policies.random_weights",
         "policies.architectures",
         "policies.preview",
-        "policies.fused_lora",
         "policies.lora_files",
     ),
     *("quantization.transformer_engine", "quantization.nvfp4_packed", "rewards.client", "rewards.server"),

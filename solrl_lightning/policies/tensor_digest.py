@@ -1,4 +1,4 @@
-"""Identities of tensors: of embeddings by all elements, of weights by samples, as a resume compares large models."""
+"""Identities of tensors and of files of weights: of embeddings whole, of large models by samples."""
 
 import hashlib
 import sys

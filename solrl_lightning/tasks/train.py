@@ -31,7 +31,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.guidance import forward_passes
-from solrl_lightning.policies.sampled_digest import file_digests
+from solrl_lightning.policies.tensor_digest import file_digests
 from solrl_lightning.quantization.backends import Hardware, hardware_of
 from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.training.loop import ExploreTrainLoop
