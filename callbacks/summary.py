@@ -317,6 +317,8 @@ def _status(facts: Mapping[str, Any]) -> str:
         status += f", by {facts['stopped_by']}"
         result = "transformer" if "transformer" in facts["paths"] else "lora"
         status += f"; {result}/ is that of the best checkpoint" if facts["best_reward"] is not None else ""
+    elif facts["status"] == "stopped early":
+        status += ", by a callback that set trainer.should_stop"
     return status  # the error follows
 
 

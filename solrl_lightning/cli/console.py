@@ -63,6 +63,13 @@ def _is_raised_by_hydra(error: Exception) -> bool:
     return library in {"hydra", "omegaconf", "yaml", "antlr4"}
 
 
+def _plugin_of(error: Exception) -> str | None:
+    """Return the name of the package below ``hydra_plugins`` whose import has raised ``error``."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    names = [frame.f_globals["__name__"].split(".") for frame in frames]
+    return next((name[1] for name in names if name[0] == "hydra_plugins" and len(name) > 1), None)
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch
         return True
@@ -108,6 +115,11 @@ def report_error(
         failure = RankLost("another rank of this run has ended.")
     if failure is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
         failure = UserError(first_lines(error))  # about an option of Hydra's
+    elif failure is None and (plugin := _plugin_of(error)):
+        fix = f"Update it, or run pip uninstall {plugin.replace('_', '-')}"
+        failure = UserError(
+            f"Hydra cannot import the plugin {plugin}: {type(error).__name__}: {sentence(error)} {fix}."
+        )
     elif failure is None and not in_job and _is_raised_by_hydra(error):  # which does not check all that it is given
         reason = f"{type(error).__name__}: {sentence(error)}" if str(error) else f"{type(error).__name__}."
         failure = UserError(

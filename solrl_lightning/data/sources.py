@@ -310,12 +310,13 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
         _check_column(names, column, str(path), _name_columns(path, names, column, separator))
         place = names.index(column)
         line = rows.line_num + 1
+        lacking = ", or write the name that line 1 lacks, as of R's row names (or write.table with row.names=FALSE)"
         for row in rows:
             if row and len(row) != len(names):
                 raise UserError(
                     f"{path} line {line} is invalid: a row must have a value for each of the {len(names)} "
                     f"columns, and this one has {len(row)} values. Put a value that contains {separator!r} in double "
-                    "quotes, without a blank before them."
+                    f"quotes, without a blank before them{lacking if len(row) > len(names) else ''}."
                 )
             if separator == "\t" and rows.line_num > line:
                 raise csv.Error("the value continues on the next line, which only values of a .csv file may")

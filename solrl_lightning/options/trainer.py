@@ -81,6 +81,8 @@ class Trainer(TypedDict, total=False):
     """Limits batches, epochs, loggers and checkpoints."""
     val_check_interval: Annotated[float | None, must_be("1.0", _is(None, 1.0), "Set evaluation.every=<iterations>.")]
     """Follows from ``evaluation.every``."""
+    max_time: Annotated[Any, must_be("null", _is(None), "Set max_seconds=<seconds>.")]
+    """Follows from ``max_seconds``."""
     logger: Annotated[Any, _made_of("logger", "Choose one with logger=<option>, as logger=none.")]
     """Follows from the group."""
     callbacks: Annotated[Any, _made_of("callbacks", _OF_CALLBACKS)]

@@ -199,6 +199,16 @@ def test_table_of_a_gpu_run_has_the_reserved_memory_and_one_iteration_is_not_plu
     assert "3.00 GiB, 5.00 GiB reserved\n" in format_summary(read(tmp_path) | memory)
 
 
+def test_a_run_that_a_callback_has_ended_says_so(run, capsys):
+    class Stop(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.should_stop = True
+
+    run(3, Stop())
+    assert "stopped early after 1 iteration in" in (printed := capsys.readouterr().out)
+    assert ", by a callback that set trainer.should_stop\n" in printed
+
+
 def test_base_and_final_are_none_without_an_evaluation():
     assert base_and_final([], "shapes") == (None, None, None)
     assert base_and_final([{"iteration": 4, "shapes": 0.7}], "shapes") == (None, 0.7, 4)

@@ -4,6 +4,7 @@ server that dies.
 After each of them old files are intact, there are no partial files, and one line names a fix.
 """
 
+import importlib
 import io
 import resource
 import signal
@@ -319,6 +320,20 @@ def test_rank_that_loses_another_says_so_in_a_line(tmp_path: Path, capsys: pytes
         peer.wait()
     assert isinstance(report_error(caught.value, tmp_path), RankLost)
     assert the_line(capsys.readouterr().err).startswith("error: another rank of this run has ended.")
+
+
+def test_error_names_the_plugin_of_hydra_that_cannot_be_imported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "hydra_plugins" / "a_sweeper"
+    folder.mkdir(parents=True)
+    (folder / "config.py").write_text("raise ValueError('mutable default')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="mutable") as caught:
+        importlib.import_module("hydra_plugins.a_sweeper.config")
+    assert isinstance(report_error(caught.value, in_job=False), UserError)
+    line = the_line(capsys.readouterr().err)
+    assert line.endswith("plugin a_sweeper: ValueError: mutable default. Update it, or run pip uninstall a-sweeper.")
 
 
 def test_error_names_the_limit_of_the_address_space_behind_other_errors(

@@ -71,6 +71,7 @@ trainer.logger=false             | trainer.logger=false is invalid: the program 
 +trainer.callbacks=[]            | remove one with ~callbacks.<name>.
 +trainer.enable_progress_bar=false | Leave it out, or remove the bar with ~callbacks.progress.
 +trainer.enable_checkpointing=false | Leave it out: a run resumes by its checkpoint.
++trainer.max_time=00:00:01:00    | trainer.max_time=00:00:01:00 is invalid: it must be null. Set max_seconds=<seconds>.
 trainer.max_epochs=5             | Leave it out, or set iterations=<number>
 ~trainer.max_epochs              | trainer.max_epochs=null is invalid
 precision.backend=foo            | with precision=auto it must be one of auto, torch, transformer_engine, emulated
