@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from torch import Tensor
 
 from solrl_lightning.training.loop import ExploreTrainLoop
@@ -17,6 +17,13 @@ file_logger = logging.getLogger("solrl_lightning.record")
 
 EXTRA_STAGES = ("evaluate", "probe", "grid", "checkpoint")
 """Stages of some iterations that only observe training. ``time/iteration`` excludes them."""
+
+_EARLY_STOPPING = {
+    EarlyStoppingReason.PATIENCE_EXHAUSTED: "did not improve in {0.wait_count} evaluations",
+    EarlyStoppingReason.STOPPING_THRESHOLD: "reached {0.stopping_threshold}",
+    EarlyStoppingReason.DIVERGENCE_THRESHOLD: "became worse than {0.divergence_threshold}",
+    EarlyStoppingReason.NON_FINITE_METRIC: "was not finite",
+}
 
 C = TypeVar("C", bound=Callback)
 
@@ -39,8 +46,9 @@ def stop_reason(trainer: Trainer) -> str | None:
     if not trainer.should_stop:
         return None
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
-            return f"early stopping: {callback.monitor} did not improve in {callback.wait_count} evaluations"
+        if isinstance(callback, EarlyStopping) and callback.stopping_reason in _EARLY_STOPPING:
+            reason = _EARLY_STOPPING[callback.stopping_reason].format(callback)
+            return f"early stopping: {callback.monitor} {reason}"
         if (alarm := getattr(callback, "stopped_by", None)) is not None:
             return f"the guard: {alarm.name}"
     return None

@@ -169,8 +169,16 @@ def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path
     assert re.search(r"alarm +after iteration 3, since iteration 2: the held-out shapes reward fell from 0.6", printed)
 
 
-def test_early_stopping_is_the_reason_of_a_stop(fit, stand_in):
-    stopping = EarlyStopping("eval/shapes", patience=2, mode="max", check_on_train_epoch_end=False)
+@pytest.mark.parametrize(
+    ("options", "epochs", "reason"),
+    [
+        (dict(patience=2), 4, "did not improve in 2 evaluations"),
+        (dict(stopping_threshold=0.1), 1, "reached 0.1"),
+        (dict(divergence_threshold=0.5), 3, "became worse than 0.5"),
+    ],
+)
+def test_early_stopping_is_the_reason_of_a_stop(fit, stand_in, options, epochs, reason):
+    stopping = EarlyStopping("eval/shapes", mode="max", check_on_train_epoch_end=False, **options)
     trainer = fit(stopping, module=stand_in.Falling(), iterations=4)
-    assert trainer.current_epoch == 4
-    assert stop_reason(trainer) == "early stopping: eval/shapes did not improve in 2 evaluations"
+    assert trainer.current_epoch == epochs
+    assert stop_reason(trainer) == f"early stopping: eval/shapes {reason}"
