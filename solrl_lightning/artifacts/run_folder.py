@@ -94,6 +94,7 @@ def claimed(folder: Path, new: bool, other: str = _OTHER_FOLDER) -> Iterator[Non
         try:
             if new:
                 check_new(folder)
+            _unshare(folder / LOG)
             yield
         finally:
             with suppress(OSError):  # the folder may be gone
@@ -101,6 +102,14 @@ def claimed(folder: Path, new: bool, other: str = _OTHER_FOLDER) -> Iterator[Non
             for path in new_folders:
                 with suppress(OSError):  # one that is not empty stays
                     path.rmdir()
+
+
+def _unshare(file: Path) -> None:
+    """Replace a file that is a link, or has other names as in a cache of DVC, by a copy: a run appends to it."""
+    if file.is_file() and (file.is_symlink() or file.stat().st_nlink > 1):
+        copy = file.with_name(f".{file.name}.tmp")
+        shutil.copyfile(file, copy)
+        os.replace(copy, file)
 
 
 def _lock(file: IO[str], folder: Path, other: str = _OTHER_FOLDER) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 from urllib3 import BaseHTTPResponse, PoolManager, Retry
-from urllib3.exceptions import HTTPError, InvalidHeader, ReadTimeoutError
+from urllib3.exceptions import HTTPError, InvalidHeader, ProtocolError, ReadTimeoutError
 
 from solrl_lightning.errors import ServerError, sentence
 from solrl_lightning.rewards.addresses import TOKEN, read_token
 
 log = logging.getLogger(__name__)
 
+_FAILURE = re.compile(rb'"finish_reason": ?"error"')  # of a chat completion with status 200, as OpenRouter's
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
 _MAX_BACKOFF, _MAX_RETRY_AFTER = 60, 600  # seconds
 _SHOWN = 300  # characters of an answer in a message
@@ -45,8 +47,11 @@ class Client:
         )
         self._pool = PoolManager(maxsize=concurrency, retries=retry, timeout=timeout, headers=headers)
 
-    def ask(self, body: dict[str, Any], server: str, retries: bool | None = None) -> bytearray:
+    def ask(self, body: dict[str, Any], server: str, retries: bool | None = None, known: bytes = b"") -> bytearray:
         """Return the content of the answer to one request; ``retries=False`` sends it once.
+
+        Args:
+            known: an answer that contains this is returned, whatever its status.
 
         Raises:
             ServerError: the request still fails after the retries; the message begins with ``server``.
@@ -56,7 +61,7 @@ class Client:
         except HTTPError as error:
             raise ServerError(f"{server} does not answer: {sentence(getattr(error, 'reason', error))}") from error
         self._silent = False
-        if status != 200:
+        if status != 200 and not (known and known in content):
             token = f". Set its token with export {TOKEN}=<token>." if status in (401, 403) else ""
             moved = f" (Location: {location})" if 300 <= status < 400 and location else ""
             raise ServerError(f"{server} answered with status {status}{moved}: {shown(content)}{token}")
@@ -71,7 +76,10 @@ class Client:
             options: dict[str, Any] = dict(redirect=False, retries=retries, preload_content=False)
             answer = self._pool.request("POST", self.url, json=body, **options)
             try:
-                return answer.status, answer.headers.get("Location", ""), self._read(answer)
+                content = self._read(answer)
+                if _FAILURE.search(content):
+                    raise ProtocolError(f"It answered with an error: {shown(content)}")
+                return answer.status, answer.headers.get("Location", ""), content
             except HTTPError as error:  # urllib3 has repeated the request up to here
                 assert answer.retries is not None
                 retries = answer.retries.increment("POST", self.url, error=error)

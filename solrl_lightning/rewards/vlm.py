@@ -34,6 +34,7 @@ from solrl_lightning.rewards.client import Client, shown, to_png
 
 _ALTERNATIVES = 20  # likeliest first words in an answer; the most that the API gives
 _THOUGHTS = re.compile(r"[<\[]think.*?(/think\w*[>\]]|$)", re.DOTALL | re.IGNORECASE)  # or cut off at _LONGEST
+_WITHHELD = b'"content_filter"'  # reason of the end, or code of status 400, of Azure
 _LONGEST = 64  # tokens of an answer that is read as text
 
 
@@ -81,6 +82,7 @@ class VLMReward(Reward):
         self._costs = {"requests": 0, "tokens": 0}
         self._client = Client(f"{self.url}/chat/completions", concurrency, timeout, retries, backoff)
         self._scored: dict[bytes, float] = {}
+        self._withholds = False  # whether a content filter of the server has withheld an answer
 
     @property
     def costs(self) -> Mapping[str, int]:
@@ -110,7 +112,7 @@ class VLMReward(Reward):
 
         Raises:
             ServerError: a request still fails after the retries, or has an invalid answer.
-            NonFiniteError: none of the answers is in the answer about an image.
+            NonFiniteError: none of the answers is in the answer about an image, or a content filter withholds it.
         """
         levels = (images.float() * 255).round().byte().permute(0, 2, 3, 1).cpu()
         questions = [
@@ -125,7 +127,8 @@ class VLMReward(Reward):
                 self._costs["requests"] += 1
                 self._costs["tokens"] += answer.tokens
         scores = torch.tensor([self._scored[key] for key in keys], dtype=torch.float32, device=images.device)
-        check_scores(f"{self.name} of {self.model} (answers: {', '.join(self.answers)})", scores, prompts)
+        filtered = ", some withheld by a content filter" if self._withholds else ""
+        check_scores(f"{self.name} of {self.model} (answers: {', '.join(self.answers)}{filtered})", scores, prompts)
         return scores
 
     def _ask(self, question: "_Question", retries: bool | None = None) -> "_Answer":
@@ -139,7 +142,10 @@ class VLMReward(Reward):
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": _ALTERNATIVES}
         server = f"the server {self.url}, asked about the prompt {prompt!r},"
-        answer = self._client.ask(body, server, retries)
+        answer = self._client.ask(body, server, retries, known=_WITHHELD)
+        if _WITHHELD in answer:
+            self._withholds = True
+            return _Answer(math.nan, 0)
         read = _by_probability if self.logprobs else _by_text
         try:
             tree = json.loads(answer)

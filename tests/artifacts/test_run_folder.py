@@ -1,12 +1,14 @@
 """The folder that a command locks is the one that its run writes."""
 
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from solrl_lightning.artifacts.run_folder import check_writable
+from solrl_lightning.artifacts.run_folder import LOG, check_writable
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 
@@ -19,8 +21,12 @@ def list_locks(cfg: Run) -> None:
     print(cfg.run_dir, *sorted(str(lock.parent) for lock in Path("outputs").absolute().rglob(".lock")))
 
 
+def write(cfg: Run) -> None:
+    logging.getLogger(__name__).warning("after")
+
+
 def test_lock_is_in_the_folder_of_the_run(command: Command) -> None:
-    (first, *locks), (second, *others) = (command(TASK).out.split() for _ in range(2))
+    (first, *locks), (second, *others) = (command(TASK).out.splitlines()[-1].split() for _ in range(2))
     assert (locks, others) == ([first], [second])
     assert first != second  # a new time for each command
 
@@ -28,6 +34,18 @@ def test_lock_is_in_the_folder_of_the_run(command: Command) -> None:
 def test_lock_of_a_sweep_is_in_the_folder_of_its_runs(command: Command) -> None:
     lines = [line.split() for line in command("-m", TASK, "seed=1,2").out.splitlines() if line.startswith("/")]
     assert [locks for _, *locks in lines] == [[str(Path(run).parent), run] for run, *_ in lines] and len(lines) == 2
+
+
+def test_a_run_appends_to_a_log_of_its_own(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    for name, link in (("hard", os.link), ("soft", os.symlink)):
+        stored = tmp_path / "cache" / name
+        stored.write_text("before\n")
+        (tmp_path / name).mkdir()
+        link(stored, tmp_path / name / LOG)
+        command(f"task._target_={__name__}.write", f"hydra.run.dir={name}")
+        assert stored.read_text() == "before\n"
+        assert (tmp_path / name / LOG).read_text().startswith("before\n[2")
 
 
 def test_a_link_to_nothing_or_to_itself_is_an_error(command: Command, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ class Server(BaseHTTPRequestHandler):
     total: int | None = 10
     tokens: list[str | None]
     failures: int
+    filtered = 200  # the status where a filter withholds an answer
 
     def do_POST(self) -> None:
         cls = type(self)
@@ -53,7 +54,8 @@ class Server(BaseHTTPRequestHandler):
         cls.tokens.append(self.headers["Authorization"])
         cls.failures -= 1
         answer = cls.choices[places.index(True) if True in places else 0]
-        self.send_response(503 if cls.failures >= 0 else 200)
+        filtered = answer.get("finish_reason") == "content_filter"
+        self.send_response(503 if cls.failures >= 0 else cls.filtered if filtered else 200)
         self.end_headers()
         self.wfile.write(json.dumps({"choices": [answer], "usage": {"total_tokens": cls.total}}).encode())
 
@@ -128,6 +130,29 @@ def test_other_answer_is_no_score(server: type[Server], logprobs: bool) -> None:
     with pytest.raises(NonFiniteError, match=r"judge \(answers: yes, no\) is nan for the prompt 'a {dog}'") as error:
         reward(server, logprobs=logprobs)(IMAGES, PROMPTS)
     assert error.value.row == 1
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+@pytest.mark.parametrize("status", [200, 400])
+def test_an_answer_that_a_content_filter_withholds_is_no_score(
+    server: type[Server], logprobs: bool, status: int
+) -> None:
+    server.choices[1] = {"message": {"content": None}, "logprobs": None, "finish_reason": "content_filter"}
+    server.filtered = status
+    judge = reward(server, logprobs=logprobs)
+    assert judge(IMAGES[:1], PROMPTS[:1]) > 0.7
+    with pytest.raises(
+        NonFiniteError, match=r"yes, no, some withheld by a content filter\) is nan .* 'a {dog}'"
+    ) as error:
+        judge(IMAGES, PROMPTS)
+    assert error.value.row == 1
+
+
+def test_an_error_within_an_answer_is_repeated(server: type[Server]) -> None:
+    server.choices[1] = {"finish_reason": "error", "error": {"code": 502}, "message": {"content": ""}}
+    with pytest.raises(ServerError, match='does not answer: It answered with an error: {"choices": .* 502'):
+        reward(server)(IMAGES, PROMPTS)
+    assert [request["place"] for request in server.requests].count(1) == 2
 
 
 def test_equal_image_is_one_request_and_requests_are_counted(server: type[Server]) -> None:
