@@ -42,6 +42,7 @@ _SEPARATORS = (",", "=")
 _UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads without quotes, in ASCII
 _OF_THE_PROGRAM = re.compile(r"task\.(reads|overrides)|callbacks\.summary\.hparams(\..*)?")  # with facts of the run
 _STRAIGHT = str.maketrans("\u201c\u201d\u201e\u00ab\u00bb\u2018\u2019\u201a", '"' * 5 + "'" * 3)  # typographic quotes
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"
 _REPEATS = re.compile(r"\$\{([\w.]+)\}")  # the value of a key that repeats another key
 _QUOTED_HOME = re.compile(r"""(?<=[=,\[{:(\s])(["'])~/""")
 
@@ -140,6 +141,9 @@ class ConfigTree:
             return f"Cannot read {argument!r}: its quotes are those of a word processor. Write {shlex.quote(inner)}."
         if argument[:1] in ("'", '"'):  # as in a list of arguments of an editor, or in a variable of a shell
             return f"Cannot read {argument!r}: no shell has read its outer quotes. Write {inner}."
+        if (flag := argument.lstrip(_DASHES)) != argument:
+            dashes = "-" if len(flag) < 3 else "--"
+            return f"Cannot read {argument!r}: its dashes are those of a word processor. Write {dashes}{flag}."
         key, equals, value = argument.partition("=")
         if equals and not key:
             return f"Cannot read {argument!r}: an option is written key=value, and its key is missing."

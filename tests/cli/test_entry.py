@@ -336,6 +336,8 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("\u201citerations=1\u201d", "its quotes are those of a word processor. Write iterations=1.\n"),
         ("'data.train=\u201ca b.txt\u201d'", "a word processor. Write 'data.train=\"a b.txt\"'.\n"),
         ("\u2018task.prompts=[\u201ca cat\u201d]\u2019", "word processor. Write 'task.prompts=[\"a cat\"]'.\n"),
+        ("\u2013m seed=1,2", "its dashes are those of a word processor. Write -m.\n"),
+        ("\u2014help", "its dashes are those of a word processor. Write --help.\n"),
         ("'task.prompts=[a dog\u2019s]'", "needs quotes that survive the shell: 'task.prompts=[\"a dog\u2019s\"]'.\n"),
         ("hydra.run.dir=~/a", f"needs quotes that survive the shell: 'hydra.run.dir=\"{Path.home()}/a\"'."),
         ('"task.prompts=[it\'s]"', 'A text with "\'" needs quotes'),
