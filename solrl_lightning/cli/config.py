@@ -247,8 +247,12 @@ class ConfigTree:
             if swept:
                 line = str(swept[0].input_line)
                 key, _, value = line.partition("=")
-                text = f", or quote a text that has a comma: {shell_quoted(f'{key}={quoted(value)}')}"
-                raise UserError(f"{line} gives several values. Add -m for a run of each{text if ' ' in value else ''}.")
+                other = ""
+                if self.options(key) and key not in _ONE_EACH:
+                    other = f", or write {shell_quoted(f'{key}=[{value}]')} for one run of them together"
+                elif " " in value:
+                    other = f", or quote a text that has a comma: {shell_quoted(f'{key}={quoted(value)}')}"
+                raise UserError(f"{line} gives several values. Add -m for a run of each{other}.")
             check_root(cfg, overrides)
             return [cfg]
         overrides = self.parse(f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items())

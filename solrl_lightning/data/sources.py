@@ -169,10 +169,13 @@ def check_source(source: str) -> None:
             f"python -c {shell_quoted(code)}"
         )
     if path.suffix.lower() not in ("", ".txt", *_TABLES, *_JSON_LINES):
+        copy = f"cp {shell_quoted(str(path))} {shell_quoted(str(path.with_suffix('.txt')))}"
+        fix = f"If each line of it is a prompt, give it another name: {copy}"
+        if path.suffix.lower() == ".gz":
+            fix = f"Unpack it: gunzip -k {shell_quoted(str(path))}"
         raise UserError(
             f"the prompt file {path} is invalid: its name must end in .txt, {', '.join((*_TABLES, *_JSON_LINES))}, or "
-            f"have no ending. If each line of it is a prompt, give it another name: cp "
-            f"{shell_quoted(str(path))} {shell_quoted(str(path.with_suffix('.txt')))}"
+            f"have no ending. {fix}"
         )
 
 

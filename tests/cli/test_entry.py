@@ -325,6 +325,8 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
             "optimizer.betas=[0.9, 0.999] is invalid: nothing reads that key. SGD takes",
         ),
         ("iterations=4,5", "gives several values. Add -m for a run of each.\n"),
+        ("reward=shapes,http", "each, or write 'reward=[shapes,http]' for one run of them together.\n"),
+        ("family=sol_rl,race", "gives several values. Add -m for a run of each.\n"),
         (
             "task=generate 'task.prompts=a cat, left'",
             "each, or quote a text that has a comma: \"task.prompts='a cat, left'\".\n",

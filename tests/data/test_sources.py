@@ -257,9 +257,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["page.html", "notes.md", "prompts.txt.gz"])
-def test_a_file_of_another_ending_is_no_text(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} is invalid: its name must end in .txt, .parquet, .csv, .tsv, .jsonl"):
+@pytest.mark.parametrize(
+    ("name", "fix"), [("page.html", "cp"), ("notes.md", "If each line of it is"), ("prompts.txt.gz", "gunzip -k")]
+)
+def test_a_file_of_another_ending_is_no_text(tmp_path: Path, name: str, fix: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is invalid: its name must end in .txt, .parquet, .csv, .*{fix} "):
         read_prompts(write(tmp_path / name, "a circle"))
     assert [record.text for record in read_prompts(write(tmp_path / "prompts", "a circle"))] == ["a circle"]
 
