@@ -302,6 +302,9 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
     The last rule finds a quotation mark of a prompt that would open a value up to the next one, lines below.
     """
     text = _read_utf8(path)
+    heading = text.partition("\n")[0]
+    if separator not in heading:  # a spreadsheet writes semicolons where the comma is the decimal mark
+        separator = next((mark for mark in ";\t|" if mark in heading), separator)
     if separator == "\t":
         _check_needless_quotes(text, path)
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a picture in base64 exceeds the default

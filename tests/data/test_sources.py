@@ -123,7 +123,9 @@ def test_the_other_columns_of_a_table_are_metadata_as_the_keys_of_json_lines(tmp
         read_records(write_table(tmp_path / "a.parquet", prompt=["a", "b"], tag=[None, 2]), "prompt")
 
 
-@pytest.mark.parametrize(("name", "separator"), [("prompts.csv", ","), ("prompts.TSV", "\t")])
+@pytest.mark.parametrize(
+    ("name", "separator"), [("a.csv", ","), ("a.TSV", "\t"), ("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|")]
+)
 def test_csv_and_tsv_files_give_the_column(tmp_path: Path, name: str, separator: str) -> None:
     rows = [
         ("tag", "prompt"),
