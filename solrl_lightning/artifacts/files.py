@@ -125,6 +125,30 @@ def load_tensors(key: str, name: str, *files: str, kind: str, hint: str) -> dict
     return weights
 
 
+def check_state_dict(
+    key: str, name: str, state: Mapping[str, Tensor], weights: Mapping[str, Tensor], unfit: str, fix: str
+) -> None:
+    """Raise ``UserError`` unless ``weights``, of ``key=name``, have the names and shapes of a model's ``state``."""
+    check_state_dict_keys(key, name, state.keys() - weights.keys(), weights.keys() - state.keys())
+    misfits = [tensor for tensor in state if state[tensor].shape != weights[tensor].shape]
+    if misfits:
+        first = misfits[0]
+        raise UserError(
+            f"{key}={name} is invalid: {unfit}: {len(misfits)} tensors have another shape, such as {first} with "
+            f"{list(weights[first].shape)} for {list(state[first].shape)}. {fix}"
+        )
+
+
+def check_state_dict_keys(key: str, name: str, missing: Any, unexpected: Any) -> None:
+    """Raise ``UserError`` if there are missing or unexpected names."""
+    for what, names in (("lacks", missing), ("has unexpectedly", unexpected)):
+        if names:
+            raise UserError(
+                f"{key}={name} is invalid: it {what} {len(names)} tensors, such as {min(names)}, so these are not the "
+                f"weights of this model. Set {key} to the published weights."
+            )
+
+
 _PARTS = {"global_step": int, "state_dict": dict, "callbacks": dict, "loops": dict, "optimizer_states": list}
 
 

@@ -87,7 +87,9 @@ def _unique_prompts(source: str | Path, column: str, with_images: bool) -> tuple
 def _read(  # cwd: a part of the key
     source: str, column: str, with_images: bool, cwd: Path
 ) -> tuple[Sequence[Prompt], Sequence[str]]:
-    rows = [row for row in read_records(source, column) if _has_text(row.text)]
+    # Blanks, control characters, and others without width (U+200B) are no text.
+    read = read_records(source, column)
+    rows = [row for row in read if any(unicodedata.category(character) not in _BLANK for character in row.text)]
     if with_images:
         rows = [with_image(row, source) for row in rows]
     # Preference tables such as Pick-a-Pic repeat a prompt many times: count equal texts before normalising them.
@@ -107,11 +109,6 @@ def _read(  # cwd: a part of the key
     of_others = f"; the first metadata of {len(others)} that have several are kept" if others else ""
     notes = (f"{source}: dropped {repeated} repeated prompts of {len(rows)}{of_others}",) if repeated else ()
     return tuple(unique.values()), notes
-
-
-def _has_text(prompt: str) -> bool:
-    """Return whether a prompt has more than blanks, control characters, and others without width (U+200B)."""
-    return any(unicodedata.category(character) not in _BLANK for character in prompt)
 
 
 def _normalised(prompt: Prompt) -> str:

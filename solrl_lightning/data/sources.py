@@ -209,18 +209,14 @@ def _read_text(path: Path, suffix: str, column: str = _PROMPT) -> list[Prompt]:
     lines = _read_lines(path)
     for number, line in enumerate(lines, 1):
         check_text(line, f"{path} line {number}")
-    if all(_is_row(line) for line in lines if line.strip()) and any(map(str.strip, lines)):
+    prompts = [line for line in lines if line.strip()]
+    if prompts and all(isinstance(_json_record(line, _PROMPT), Prompt) for line in prompts):
         raise UserError(
             f"the prompt file {path} is invalid: each line of a text file is a prompt, and these are JSON objects. "
             f"Name it as a .jsonl file: mv {shell_quoted(str(path))} "
             f"{shell_quoted(str(path.with_suffix('.jsonl')))}"
         )
     return [Prompt(line) for line in lines]
-
-
-def _is_row(line: str) -> bool:
-    """Return whether a line is a JSON object with a "prompt"."""
-    return line.lstrip().startswith("{") and not isinstance(_json_record(line, _PROMPT), str)
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -180,25 +180,17 @@ def check_loss(objective: Objective, loss: Any, rows: int) -> Loss:
     """Return ``loss``, the result of ``objective`` for a micro-batch of so many rows.
 
     Raises:
-        UserError: it is no `Loss`, has no value with a gradient per row, or has a metric that is no scalar.
+        UserError: it is no `Loss`, or has no value with a gradient per row.
     """
     losses = getattr(loss, "per_sample", loss)
     has_values = isinstance(losses, Tensor) and losses.shape == (rows,) and losses.requires_grad
     if not isinstance(loss, Loss) or not has_values:
         rule = f"it must return a Loss with per_sample [{rows}] with gradients for a micro-batch of {rows} rows"
-        raise _invalid(objective, rule, _describe(losses))
-    if not isinstance(loss.metrics, dict):
-        raise _invalid(objective, "metrics must be a dict of scalars by name", _describe(loss.metrics))
-    for name, metric in loss.metrics.items():
-        if not isinstance(metric, int | float) and not (isinstance(metric, Tensor) and metric.numel() == 1):
-            raise _invalid(objective, f"the metric {name} must be a scalar", _describe(metric))
+        got = type(losses).__name__
+        if isinstance(losses, Tensor):
+            got += f" {list(losses.shape)} {'with' if losses.requires_grad else 'without'} gradients"
+        raise _invalid(objective, rule, got)
     return loss
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"Tensor {list(value.shape)} {'with' if value.requires_grad else 'without'} gradients"
 
 
 def _invalid(objective: Objective, rule: str, value: Any) -> UserError:

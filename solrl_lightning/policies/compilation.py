@@ -15,7 +15,6 @@ from torch import nn
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.checkpointing import blocks_of
 
-_AT_FIRST = ", which takes minutes at first"
 _MOST_VARIANTS = 64
 """Compiled variants of a kind of block that torch.compile may keep; a 65th is an error, as one per iteration would be.
 
@@ -51,19 +50,19 @@ def should_compile(key: str, what: str, setting: bool | str, device: torch.devic
     needed = (
         "a C compiler (gcc, clang or $CC) and Python.h for a GPU" if on_gpu else "a C++ compiler (g++ or $CXX) on a CPU"
     )
-    if setting == "auto":
-        if not on_gpu:
-            return False, f"{key}=auto: {what} run eagerly on the CPU ({key}=true compiles them)"
-        if can_compile(device):
-            return True, f"{key}=auto: {what} are compiled on this GPU{_AT_FIRST}"
-        return False, f"{key}=auto: {what} run eagerly, because compiling needs {needed}; apt install gcc python3-dev"
-    if setting and not can_compile(device):
-        install = "apt install gcc python3-dev" if on_gpu else "apt install g++"
-        raise UserError(
-            f"{key}=true is invalid: it needs {needed}, which this machine lacks. Run {install}, or set {key}=false."
-        )
-    how = f"are compiled{_AT_FIRST}" if setting else "run eagerly"
-    return bool(setting), f"{key}={str(setting).lower()}: {what} {how}"
+    install = "apt install gcc python3-dev" if on_gpu else "apt install g++"
+    compiles = bool(setting) and (on_gpu or setting is True)
+    how = "are compiled, which takes minutes at first" if compiles else "run eagerly"
+    if setting == "auto" and not on_gpu:
+        how += f" on the CPU ({key}=true compiles them)"
+    if compiles and not can_compile(device):
+        if setting is True:
+            raise UserError(
+                f"{key}=true is invalid: it needs {needed}, which this machine lacks. Run {install}, or set "
+                f"{key}=false."
+            )
+        compiles, how = False, f"run eagerly, because compiling needs {needed}; {install}"
+    return compiles, f"{key}={str(setting).lower()}: {what} {how}"
 
 
 def compile_blocks(

@@ -35,13 +35,6 @@ _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")  # which leave the bas
 _FIX = "Name a LoRA of this model."
 
 
-def lora_file(path: Path) -> Path:
-    """Return the LoRA's file: ``path``, or the first of ``LORA_FILES`` in it."""
-    if not path.is_dir():
-        return path
-    return next((path / name for name in LORA_FILES if (path / name).is_file()), path / LORA_FILES[0])
-
-
 def read_lora_file(
     path: Path, transformer: nn.Module, pipeline_class: type[DiffusionPipeline], named: str
 ) -> dict[str, Tensor]:
@@ -59,7 +52,8 @@ def read_lora_file(
     Raises:
         UserError: the file cannot be read, is no LoRA of this transformer, or has more than A, B and alpha.
     """
-    file = lora_file(path)
+    files = [path / name for name in LORA_FILES] if path.is_dir() else [path]
+    file = next((file for file in files if file.is_file()), files[0])
     try:
         check_fetched(file, named)
         with safe_open(file, framework="pt") as opened:

@@ -142,8 +142,9 @@ class PipelineAdapter(ABC):
         store_weights(self.transformer, base_weights, home)
         self.transformer.to(home)
         vae = self.pipeline.vae.requires_grad_(False)
-        of_videos = any(parameter.ndim == 5 for parameter in vae.parameters())  # PyTorch refuses channels_last for them
-        vae.to(self.device, memory_format=torch.contiguous_format if of_videos else torch.channels_last)
+        self.of_videos = any(parameter.ndim == 5 for parameter in vae.parameters())
+        # PyTorch refuses channels_last for videos.
+        vae.to(self.device, memory_format=torch.contiguous_format if self.of_videos else torch.channels_last)
         if resolution % self.pixels_per_token:
             multiple = max(resolution - resolution % self.pixels_per_token, self.pixels_per_token)
             raise UserError(
@@ -235,7 +236,16 @@ class PipelineAdapter(ABC):
         return vae.decode(self.unscale_latents(x, vae).to(vae.dtype)).sample
 
     def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
-        """Return [B, C, H, W] input of ``vae`` for latents ``x`` [B, *latent_shape]."""
+        """Return [B, C, H, W] input of ``vae`` for latents ``x`` [B, *latent_shape].
+
+        Autoencoders for videos have statistics of their latents [B, C, F, H, W] in place of two numbers.
+        """
+        if self.of_videos:
+            mean, std = (
+                torch.tensor(vae.config[name], device=x.device).view(-1, 1, 1, 1)
+                for name in ("latents_mean", "latents_std")
+            )
+            return x * std + mean
         return x / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
 
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
@@ -450,6 +460,11 @@ class PipelineAdapter(ABC):
         return random_pipeline(architecture, device, self.dtypes)
 
     def _preview_decoder(self, pretrained: str) -> AutoencoderTiny:
+        if self.of_videos:
+            raise UserError(
+                f"model.preview_decoder={pretrained} is invalid: an AutoencoderTiny of diffusers decodes pictures, and "
+                "these latents are those of a video. Set model.preview_decoder=null."
+            )
         from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
 
         latents = (self.pipeline.vae.config.latent_channels, self.pipeline.vae_scale_factor)

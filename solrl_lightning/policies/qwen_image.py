@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import extrapolate, guide
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.schedulers import FLOW_MATCHING
-from solrl_lightning.policies.video import VideoPipelineAdapter
 from solrl_lightning.seeds import noise
 
 
-class QwenImage(VideoPipelineAdapter):
+class QwenImage(PipelineAdapter):
     """Adapter of ``QwenImagePipeline``; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = QwenImagePipeline

@@ -14,7 +14,7 @@ import torch
 from diffusers import SanaTransformer2DModel
 from torch import Tensor
 
-from solrl_lightning.artifacts.files import load_tensors
+from solrl_lightning.artifacts.files import check_state_dict, load_tensors
 from solrl_lightning.errors import UserError
 
 FILE = "SANA_LinearFFN.pth"  # in the hub repository yitongl/SANA_LinearFFN
@@ -57,20 +57,19 @@ def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> dict[st
     Raises:
         UserError: there is no such file, it is damaged, or its keys and shapes do not fit ``transformer``.
     """
-    hint = f"Or give the path of a local {FILE}; yitongl/SANA_LinearFFN has it."
-    weights = load_tensors("model.transformer_weights", source, FILE, kind="SANA checkpoint", hint=hint)
+    key, hint = "model.transformer_weights", f"Or give the path of a local {FILE}; yitongl/SANA_LinearFFN has it."
+    weights = load_tensors(key, source, FILE, kind="SANA checkpoint", hint=hint)
     parameters = dict(transformer.named_parameters())
     names = _native_names(len(transformer.transformer_blocks), parameters)
     targets = {key: [parameters[name] for name in group] for key, group in names.items()}
-    _check(source, weights, {key: _native_shape(key, group) for key, group in targets.items()})
-    left = sorted(parameters.keys() - {name for group in names.values() for name in group})
-    if left:
-        raise UserError(
-            f"model.transformer_weights fits SANA 1.0 only; the transformer of model.pretrained has more: "
-            f"{_listing('not in such a file', left)}. Use the SANA 1.6B pipeline, or model.transformer_weights=null."
-        )
-    for key, group in targets.items():
-        for target, part in zip(group, weights[key].chunk(len(group)), strict=True):
+    shapes = {native: torch.empty(_native_shape(native, group), device="meta") for native, group in targets.items()}
+    used = {name: value for name, value in weights.items() if name not in UNUSED}
+    fix = f"Give {FILE} of yitongl/SANA_LinearFFN with the SANA 1.6B pipeline, or model.transformer_weights=null."
+    check_state_dict(key, source, shapes, used, "it has another size than model.pretrained", fix)
+    if left := parameters.keys() - {name for group in names.values() for name in group}:
+        raise UserError(f"{key}={source} is invalid: SANA 1.0 lacks {min(left)} of model.pretrained. {fix}")
+    for native, group in targets.items():
+        for target, part in zip(group, weights[native].chunk(len(group)), strict=True):
             target.copy_(part.view_as(target))
     return weights
 
@@ -95,26 +94,3 @@ def _native_shape(key: str, group: list[Tensor]) -> tuple[int, ...]:
     rows = sum(len(parameter) for parameter in group)
     rest = group[0].shape[1:2] if ".linear." in key else group[0].shape[1:]  # a linear layer has no kernel dimensions
     return (rows, *rest)
-
-
-def _check(source: str, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    faults = {
-        "unknown": sorted(weights.keys() - shapes.keys() - UNUSED),
-        "missing": sorted(shapes.keys() - weights.keys()),
-        "of another shape": [
-            f"{key} {list(weights[key].shape)} instead of {list(shape)}"
-            for key, shape in shapes.items()
-            if key in weights and tuple(weights[key].shape) != shape
-        ],
-    }
-    if any(faults.values()):
-        raise UserError(
-            f"model.transformer_weights={source} must hold the weights of SanaMSLinearFFN in the size of "
-            f"model.pretrained, each once; {'; '.join(_listing(kind, keys) for kind, keys in faults.items() if keys)}. "
-            f"Give {FILE} of yitongl/SANA_LinearFFN with the SANA 1.6B pipeline, or model.transformer_weights=null."
-        )
-
-
-def _listing(kind: str, keys: list[str]) -> str:
-    shown = ", ".join(keys[:5])
-    return f"{len(keys)} {kind}: {shown}{', ...' if len(keys) > 5 else ''}"

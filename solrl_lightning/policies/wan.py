@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.schedulers import FLOW_MATCHING_OR_UNIPC
-from solrl_lightning.policies.video import VideoPipelineAdapter
 
 _ATTENTIONS, _LINEAR = {"attn1": "self_attn", "attn2": "cross_attn"}, {"q": "q", "k": "k", "v": "v", "out.0": "o"}
 # Of diffusers, and of the authors' code.
@@ -28,7 +28,7 @@ _NAMES = {f"{a}.to_{b}": f"{_ATTENTIONS[a]}.{_LINEAR[b]}" for a in _ATTENTIONS f
 _IN_BLOCK = re.compile(rf"(blocks\.\d+)\.({'|'.join(map(re.escape, _NAMES))})\.(lora_[AB]\.weight)")
 
 
-class Wan(VideoPipelineAdapter):
+class Wan(PipelineAdapter):
     """Adapter of ``WanPipeline`` with one transformer.
 
     Args:

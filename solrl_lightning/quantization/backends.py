@@ -145,18 +145,11 @@ def hardware_of(device: torch.device) -> Hardware:
         name = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
         return Hardware(name, "cuda", capability, packages, emulation_dtype=dtype)
     if device.type == "cpu":
-        units = has_int8_units()
+        # With AVX512-VNNI `torch._int_mm` calls oneDNN; without it runs plain loops, sixty times slower than FP32.
+        units = torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("avx512_vnni"))
         name = f"a CPU {'with' if units else 'without'} INT8 units"
         return Hardware(name, "cpu", (0, 0), packages, units, dtype)
     return Hardware(str(device), device.type, emulation_dtype=dtype)
-
-
-def has_int8_units() -> bool:
-    """Return whether this CPU has the instructions (AVX512-VNNI) with which `torch._int_mm` calls oneDNN.
-
-    Without them `torch._int_mm` runs plain loops, about sixty times slower than an FP32 product.
-    """
-    return torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("avx512_vnni", False))
 
 
 def _runs(candidate: NativeBackend, hardware: Hardware) -> bool:

@@ -148,12 +148,10 @@ def _scale(blocks: Tensor, factors: Tensor) -> Tensor:
 
 
 def _check(x: Tensor) -> None:
-    if not x.is_floating_point():
-        raise ValueError(f"NVFP4 quantises floating-point tensors; got {x.dtype}. Convert it first, e.g. x.float().")
-    if x.ndim == 0 or x.numel() == 0 or x.shape[-1] % BLOCK:
+    if not x.is_floating_point() or x.ndim == 0 or x.numel() == 0 or x.shape[-1] % BLOCK:
         raise ValueError(
-            f"NVFP4 needs a last dimension that is a positive multiple of {BLOCK}; got shape {tuple(x.shape)}. "
-            "Pad it with zeros, or leave this tensor unquantised."
+            f"NVFP4 needs a floating-point tensor whose last dimension is a positive multiple of {BLOCK}; got "
+            f"{x.dtype} {tuple(x.shape)}. Convert it, pad it with zeros, or leave it unquantised."
         )
     # torch.compile breaks the graph at a branch on data; compiled, a NaN or infinity makes every block scale NaN.
     if not torch.compiler.is_compiling() and not x.float().isfinite().all():

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from solrl_lightning.artifacts.files import load_tensors
-from solrl_lightning.rewards.loading import check_state_dict
+from solrl_lightning.artifacts.files import check_state_dict, load_tensors
 from solrl_lightning.rewards.towers import TransformersCLIP
 
 WEIGHTS = ("aesthetic-model.pth", "sac+logos+ava1-l14-linearMSE.pth")  # names on the hub and in LAION's repository
@@ -57,7 +56,7 @@ def load_head(name: str, width: int) -> nn.Sequential:
     head = linear_head(width)
     parameters = {tensor.removeprefix("layers."): value for tensor, value in weights.items()}
     unfit, fix = f"it does not fit embeddings of {width} numbers", "Set reward.pretrained to CLIP ViT-L/14."
-    check_state_dict(key, name, head, parameters, unfit, fix)
+    check_state_dict(key, name, head.state_dict(), parameters, unfit, fix)
     head.load_state_dict(parameters)
     return head
 

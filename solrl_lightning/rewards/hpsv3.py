@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessor, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from solrl_lightning.artifacts.files import check_state_dict_keys
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.data.sources import github_file
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.options.rules import Count
 from solrl_lightning.rewards.base import Reward
-from solrl_lightning.rewards.loading import check_state_dict_keys, floating_dtype, read_parts
+from solrl_lightning.rewards.loading import floating_dtype, read_parts
 
 WEIGHTS, REPOSITORY, SOURCE = "HPSv3.safetensors", "MizzenAI/HPSv3", "hpsv3/dataset/data_collator_qwen.py"
 TOKEN = "<|Reward|>"
@@ -90,7 +91,9 @@ class HPSv3(Reward):
         return torch.cat([self._score(pictures[i : i + self.batch], prompts[i : i + self.batch]) for i in parts])
 
     def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
-        pixels = self.images(list(map(_resized, pictures)), do_resize=False, return_tensors="pt")
+        height, width = smart_resize(pictures[0].height, pictures[0].width, min_pixels=_PIXELS, max_pixels=_PIXELS)
+        resized = [picture.resize((width, height), Image.Resampling.BICUBIC) for picture in pictures]
+        pixels = self.images(resized, do_resize=False, return_tensors="pt")
         grid = pixels["image_grid_thw"]
         counts = (grid.prod(dim=1) // self.images.merge_size**2).tolist()
         texts = [self._chat(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
@@ -113,11 +116,6 @@ class HPSv3(Reward):
         chat = [{"role": "user", "content": content}]
         whole: str = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return whole.replace("<|image_pad|>", "<|image_pad|>" * count)
-
-
-def _resized(picture: Image.Image) -> Image.Image:
-    height, width = smart_resize(picture.height, picture.width, min_pixels=_PIXELS, max_pixels=_PIXELS)
-    return picture.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def read_instruction(file: Path) -> str:

@@ -23,13 +23,13 @@ from torchvision.transforms.functional import InterpolationMode, center_crop, no
 from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
 from solrl_lightning.artifacts.complete import check_undamaged
-from solrl_lightning.artifacts.files import load_tensors
+from solrl_lightning.artifacts.files import check_state_dict, check_state_dict_keys, load_tensors
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.options.rules import Count
 from solrl_lightning.rewards.aesthetic import linear_head
 from solrl_lightning.rewards.base import Reward, unique_prompts
-from solrl_lightning.rewards.loading import check_state_dict, check_state_dict_keys, floating_dtype
+from solrl_lightning.rewards.loading import floating_dtype
 
 WEIGHTS, TEXT_CONFIG = "ImageReward.pt", "med_config.json"  # in the hub repository
 _RELEASE, _TOKENIZER = "zai-org/ImageReward", "google-bert/bert-base-uncased"
@@ -191,7 +191,7 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
         towers = {"image_tower": image_tower, "text_tower": text_tower, "head": linear_head(text.hidden_size)}
     model = nn.ModuleDict(towers)
     unfit, fix = f"its {WEIGHTS} and {TEXT_CONFIG} do not fit each other", f"`hf download {_RELEASE}`"
-    check_state_dict(_KEY, pretrained, model, weights, unfit, f"Download both again: {fix}.")
+    check_state_dict(_KEY, pretrained, model.state_dict(), weights, unfit, f"Download both again: {fix}.")
     model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
     text_tower.embeddings.position_ids = torch.arange(text.max_position_embeddings)[None]  # not in the file
     return model

@@ -1,16 +1,15 @@
 """Loads reward models from a hub id or the disk and checks that every weight is used."""
 
-from collections.abc import Mapping
 from os.path import expanduser
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from solrl_lightning.artifacts.complete import check_complete
-from solrl_lightning.artifacts.files import load_tensors
+from solrl_lightning.artifacts.files import check_state_dict, check_state_dict_keys, load_tensors
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.rewards.preprocessing import CropToSquare
@@ -46,21 +45,15 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
     key = f"reward.{reward}.processor"
     parts = (CLIPTokenizer, CLIPImageProcessor)
     tokenizer, images = read_parts(key, processor, "tokenizer_config.json", "CLIP model", *parts)
-    fix = f"Set {key} to the processor of the model's training."
     preprocess = _crop_to_square(key, processor, images)
-    side = model.config.vision_config.image_size
-    if (preprocess.height, preprocess.width) != (side, side):
-        raise UserError(
-            f"{key}={processor} is invalid: it makes images of {preprocess.height} x {preprocess.width}, but "
-            f"pretrained={pretrained} takes {side} x {side}. {fix}"
-        )
     # CLIP reads the embedding at the end token. transformers takes eos_token_id=2 of old configurations for the last.
     text = model.config.text_config
     end, expected = tokenizer("").input_ids[-1], text.eos_token_id if text.eos_token_id != 2 else text.vocab_size - 1
     if len(tokenizer) > text.vocab_size or end != expected:
         raise UserError(
             f"{key}={processor} is invalid: its tokenizer has {len(tokenizer)} tokens and ends texts with number "
-            f"{end}, but pretrained={pretrained} has {text.vocab_size} and expects {expected}. {fix}"
+            f"{end}, but pretrained={pretrained} has {text.vocab_size} and expects {expected}. Set {key} to the "
+            "processor of the model's training."
         )
     return model, tokenizer, preprocess
 
@@ -117,36 +110,12 @@ def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, d
     # open_clip.create_model logs that no pretrained weights were loaded, and resizes embeddings that do not fit.
     config, unfit = open_clip.get_model_config(architecture), f"it does not fit {architecture}"
     with torch.device("meta"):
-        check_state_dict(key, pretrained, open_clip.CLIP(**config), weights, unfit, "Give the published file.")
+        state = open_clip.CLIP(**config).state_dict()
+    check_state_dict(key, pretrained, state, weights, unfit, "Give the published file.")
     with device:  # the constructor draws a billion random numbers, which load_state_dict overwrites
         model = open_clip.CLIP(**config)
     model.load_state_dict(weights)
     return model
-
-
-def check_state_dict(
-    key: str, name: str, model: nn.Module, weights: Mapping[str, Tensor], unfit: str, fix: str
-) -> None:
-    """Raise ``UserError`` unless ``weights``, of ``key=name``, have the names and shapes of the model's."""
-    state = model.state_dict()
-    check_state_dict_keys(key, name, state.keys() - weights.keys(), weights.keys() - state.keys())
-    misfits = [tensor for tensor in state if state[tensor].shape != weights[tensor].shape]
-    if misfits:
-        first = misfits[0]
-        raise UserError(
-            f"{key}={name} is invalid: {unfit}: {len(misfits)} tensors have another shape, such as {first} with "
-            f"{list(weights[first].shape)} for {list(state[first].shape)}. {fix}"
-        )
-
-
-def check_state_dict_keys(key: str, name: str, missing: Any, unexpected: Any) -> None:
-    """Raise ``UserError`` if there are missing or unexpected names."""
-    for what, names in (("lacks", missing), ("has unexpectedly", unexpected)):
-        if names:
-            raise UserError(
-                f"{key}={name} is invalid: it {what} {len(names)} tensors, such as {min(names)}, so these are not the "
-                f"weights of this model. Set {key} to the published weights."
-            )
 
 
 def _load_pretrained(cls: Any, key: str, name: str, kind: str) -> Any:

@@ -41,7 +41,10 @@ class ShardedFullTransformer(FullTransformer):
 
     def __init__(self, transformer: ModelMixin) -> None:
         super().__init__(transformer, device="meta")
-        parameters = {id(parameter): _on_meta(parameter) for parameter in transformer.parameters()}
+        parameters = {
+            id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+            for parameter in transformer.parameters()
+        }
         buffers = {id(buffer): buffer for buffer in transformer.buffers()}
         self._whole = copy.deepcopy(transformer, parameters | buffers)
 
@@ -104,7 +107,3 @@ def _rounding(loaded: Mapping[nn.Parameter, torch.dtype]) -> MixedPrecisionPolic
             )
         options[_OVERRIDE] = lambda parameter: loaded[parameter] if loaded[parameter] == torch.float32 else None
     return MixedPrecisionPolicy(param_dtype=dtype, **options)
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)

@@ -72,7 +72,7 @@ def test_gpu_compiles_with_a_compiler_and_headers(programs: Path) -> None:
             should_compile(*TRAINING, True, GPU)
         install(programs, "gcc")
         if missing == "compiler":
-            line = "family.compile=auto: rollouts are compiled on this GPU, which takes minutes at first"
+            line = "family.compile=auto: rollouts are compiled, which takes minutes at first"
             assert should_compile(*ROLLOUTS, "auto", GPU) == (True, line)
             (programs.parent / "include" / "Python.h").unlink()
 

@@ -171,11 +171,6 @@ PROJECTION = "blip.visual_encoder.patch_embed.proj.weight"
         ("clip_folder", lambda f: edit(f, "config.json", "text_config", eos_token_id=5), "expects 5"),
         (
             "clip_folder",
-            lambda f: edit(f, "processor_config.json", "image_processor", crop_size={"height": 192, "width": 192}),
-            "processor=.* makes images of 192 x 192",
-        ),
-        (
-            "clip_folder",
             lambda f: edit(f, "processor_config.json", "image_processor", do_center_crop=False, resample=2),
             "resample=2, do_center_crop=false. Set reward.clipscore.processor",
         ),
