@@ -77,11 +77,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 @lru_cache(maxsize=32)
 def load_square(file: str, side: int) -> Image.Image:
-    """Crop the square in the middle of an image, upright, in RGB, with ``side`` pixels a side.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Crop the square in the middle of an image, upright, in RGB, with ``side`` pixels a side."""
     try:
         with Image.open(file) as opened:
             image = as_rgb(ImageOps.exif_transpose(opened))

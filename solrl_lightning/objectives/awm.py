@@ -9,8 +9,6 @@ clip are those of PPO, one ratio per noise level.
    policy.
 3. Left out: the ratio of summed errors over all noise levels ("sum first"), and the Huber weighting without sigma.
 4. The target eps - x0 is recovered as (x_t - x0) / sigma, so sigma = 0 is not a training level.
-
-Shapes: B batch.
 """
 
 from collections.abc import Callable

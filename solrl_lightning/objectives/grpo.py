@@ -3,8 +3,6 @@
 The ratio of a transition is its probability under the trained policy over that under the policy that sampled it. The
 log-probability is a mean over the elements of the latents, as published; therefore ratios are close to 1 and clip
 ranges are small.
-
-Shapes: B batch.
 """
 
 from abc import abstractmethod

@@ -8,8 +8,6 @@ samples of negative advantage push it to the mirrored side. No likelihoods, any 
    preset uses.
 3. The factor `advantage_clip` multiplies the policy term, as published. The KL weight is therefore effectively
    kl_weight / advantage_clip, and the factor acts as a learning rate under clipping by gradient norm.
-
-Shapes: B batch.
 """
 
 from dataclasses import dataclass
@@ -71,9 +69,6 @@ def nft_loss(
     """Return the loss of velocities, x0 and x_t [B, ...]; sigma [B] or scalar; advantage [B].
 
     Only `velocity` receives gradients. `reference_velocity` may be None if kl_weight is 0.
-
-    Raises:
-        ValueError: see `kl_to`.
     """
     v, v_old = velocity.float(), old_velocity.detach().float()
     level = sigma.float().expand(v.shape[0]).view(-1, *[1] * (v.ndim - 1))

@@ -11,8 +11,6 @@ one: with several optimiser steps in an iteration, or with an `old_policy` that 
    advantage, so that it does not depend on the unit of the reward.
 3. Left out: the other estimators of l, the variants without exp(D), and the KL terms of likelihoods; the KL term here
    is the published "girsanov".
-
-Shapes: B batch.
 """
 
 from dataclasses import dataclass
@@ -68,9 +66,6 @@ def pepg_loss(
     """Return the loss of velocities, x0 and x_t [B, ...]; sigma [B] or scalar; advantage [B].
 
     Only `velocity` receives gradients. `reference_velocity` may be None if kl_weight is 0.
-
-    Raises:
-        ValueError: see `kl_to`.
     """
     v, v_old = velocity.float(), old_velocity.detach().float()
     level = sigma.float().expand(v.shape[0]).view(-1, *[1] * (v.ndim - 1))

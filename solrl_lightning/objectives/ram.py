@@ -9,8 +9,6 @@ weight, as its inverse.
 2. The published code has r = 100, continuous noise levels of density proportional to sigma, eight for an image, and no
    clip of the gradient. Noise levels and the clip are those of the model here, and A is the standardised advantage.
 3. Advantages are not clipped, as published: |r A| above 1, which extrapolates beyond v*, is usual.
-
-Shapes: B batch.
 """
 
 from collections.abc import Mapping

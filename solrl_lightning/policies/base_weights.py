@@ -37,11 +37,7 @@ def check_storage(storage: str) -> None:
 
 
 def store_weights(transformer: nn.Module, storage: str, device: torch.device) -> None:
-    """Store the weights of `block_linears` on ``device``, layer by layer and in place.
-
-    Raises:
-        UserError: torchao is not installed, or a layer has no whole number of NF4 blocks.
-    """
+    """Store the weights of `block_linears` on ``device``, layer by layer and in place."""
     check_storage(storage)
     if storage == "bfloat16":
         return

@@ -1,7 +1,4 @@
-"""Classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598) of the velocity of any model.
-
-Shapes: B batch.
-"""
+"""Classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598) of the velocity of any model."""
 
 from collections.abc import Callable
 

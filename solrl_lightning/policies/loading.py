@@ -100,11 +100,7 @@ def fetch(
     without: Sequence[str] = (),
     optional: Sequence[str] = (),
 ) -> Path:
-    """Return the local folder of a pipeline; components in ``without`` are not downloaded.
-
-    Raises:
-        UserError: as ``load_pipeline``. Weights are not read.
-    """
+    """Return the local folder of a pipeline; components in ``without`` are not downloaded."""
     hint = "Or give a local folder that save_pretrained wrote."
     index = fetch_file(pretrained, INDEX, key="model.pretrained", kind="diffusers pipeline", hint=hint)
     check_class(pipeline_class, pretrained, index.parent)

@@ -193,9 +193,6 @@ def fuse_lora(pipeline: DiffusionPipeline, source: str) -> dict[str, Tensor]:
     Args:
         pipeline: reads the names of its own LoRA files, and of other trainers where diffusers converts them.
         source: ``<hub id or folder>/<file>``.
-
-    Raises:
-        UserError: the file cannot be read, or is no LoRA of the transformer (`read_lora_file`).
     """
     folder, _, name = source.rpartition("/")
     file = fetch(folder or ".", name, key="model.fused_lora", kind="LoRA")

@@ -53,9 +53,6 @@ def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> dict[st
 
     Args:
         source: a .pth file, or a hub id that holds SANA_LinearFFN.pth.
-
-    Raises:
-        UserError: there is no such file, it is damaged, or its keys and shapes do not fit ``transformer``.
     """
     key, hint = "model.transformer_weights", f"Or give the path of a local {FILE}; yitongl/SANA_LinearFFN has it."
     weights = load_tensors(key, source, FILE, kind="SANA checkpoint", hint=hint)

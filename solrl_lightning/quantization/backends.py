@@ -112,11 +112,7 @@ def resolve(precision: str, backend: str, device: torch.device | Hardware) -> Ba
 
 
 def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: torch.device) -> Backend:
-    """Return the backend of a run that continues from ``ckpt``; with ``precision=auto`` the precision is its run's.
-
-    Raises:
-        UserError: as in `resolve`, or ``ckpt`` is no checkpoint of a training run.
-    """
+    """Return the backend of a run that continues from ``ckpt``; with ``precision=auto`` the precision is its run's."""
     if precision != AUTO or ckpt is None:
         return resolve(precision, backend, device)
     recorded, here = recorded_precision(ckpt), choose_precision(hardware_of(device))

@@ -144,9 +144,6 @@ def as_scores(name: str, returned: Any, count: int) -> Tensor:
     """Return what ``score`` returned for ``count`` images, a tensor or array [B] or [B, 1] or a list, as float32 [B].
 
     The score of one image may be a number.
-
-    Raises:
-        UserError: it is something else.
     """
     scores = numbers_in(returned)
     single = (count == 1) * ((),)

@@ -31,9 +31,6 @@ class HPSv2(TwoTowers):
         architecture: open_clip's name of the weights' architecture, one with CLIP's own text tower.
         dtype: of weights and activations; on a GPU float32 is TF32, and bfloat16 and float16 are faster but round the
             scores more.
-
-    Raises:
-        UserError: see ``load_open_clip`` and ``floating_dtype``.
     """
 
     name = "hpsv2"

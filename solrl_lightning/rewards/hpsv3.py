@@ -119,11 +119,7 @@ class HPSv3(Reward):
 
 
 def read_instruction(file: Path) -> str:
-    """Read the text beside the image, with ``{text_prompt}`` and ``TOKEN``, from the authors' data loader.
-
-    Raises:
-        UserError: the file has no such text.
-    """
+    """Read the text beside the image, with ``{text_prompt}`` and ``TOKEN``, from the authors' data loader."""
     values: dict[str, Any] = {}
     try:
         nodes = ast.parse(file.read_bytes()).body

@@ -1,7 +1,4 @@
-"""reward=http: a server scores the images. docs/rewards/http.md has the format of requests and answers.
-
-Shapes: B images.
-"""
+"""reward=http: a server scores the images. docs/rewards/http.md has the format of requests and answers."""
 
 import base64
 import json

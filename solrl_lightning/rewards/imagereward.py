@@ -123,11 +123,7 @@ def preprocess(images: Tensor, size: int) -> Tensor:
 
 
 def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
-    """Return BERT's tokenizer with BLIP's two additional tokens.
-
-    Raises:
-        UserError: its files are missing, or its size is not ``vocab_size``.
-    """
+    """Return BERT's tokenizer with BLIP's two additional tokens."""
     # Not from_pretrained of a hub id: transformers 5 silently builds an empty tokenizer when files are missing.
     key, hint = "reward.imagereward.tokenizer", _HINT.replace(_RELEASE, _TOKENIZER)
     vocabulary = fetch(tokenizer, "vocab.txt", "tokenizer.json", key=key, kind="BERT tokenizer", hint=hint)
@@ -150,11 +146,7 @@ def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
 
 
 def rename(weights: dict[str, Tensor], pretrained: str) -> dict[str, Tensor]:
-    """Return the weights of ImageReward.pt under the names of ``build``'s modules, without the unused ones.
-
-    Raises:
-        UserError: a name matches no pattern of ``_RENAMED`` and ``_UNUSED``.
-    """
+    """Return the weights of ImageReward.pt under the names of ``build``'s modules, without the unused ones."""
     renamed, unknown = {}, []
     for name, weight in weights.items():
         ours = [re.sub(pattern, new, name) for pattern, new in _RENAMED.items() if re.fullmatch(pattern, name)]
@@ -167,11 +159,7 @@ def rename(weights: dict[str, Tensor], pretrained: str) -> dict[str, Tensor]:
 
 
 def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: str) -> nn.ModuleDict:
-    """Return image_tower, text_tower and head in float32 with the renamed weights, which give the image tower's size.
-
-    Raises:
-        UserError: weights are missing or unexpected, or their shapes differ from med_config.json.
-    """
+    """Return image_tower, text_tower and head in float32 with the renamed weights, which give the image tower's size."""
     first_layer = "image_tower.encoder.layers.0.mlp.fc1.bias"
     sizes = "image_tower.embeddings.patch_embedding.weight", "image_tower.embeddings.position_embedding", first_layer
     check_state_dict_keys(_KEY, pretrained, [name for name in sizes if name not in weights], [])

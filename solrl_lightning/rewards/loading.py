@@ -59,11 +59,7 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
 
 
 def load_detector(reward: str, detector: str) -> tuple[Any, Any]:
-    """Load the Owlv2ForObjectDetection of a hub id or folder in float32, and its processor.
-
-    Raises:
-        UserError: it is missing or damaged, or is no OWLv2.
-    """
+    """Load the Owlv2ForObjectDetection of a hub id or folder in float32, and its processor."""
     from transformers import Owlv2ForObjectDetection, Owlv2Processor
 
     key = f"reward.{reward}.detector"
@@ -77,9 +73,6 @@ def read_parts(
     """Read a configuration, tokenizer or processor of each class of ``parts`` from a hub id or folder with ``file``.
 
     ``chats``: with a chat template; ``options``: of ``from_pretrained``.
-
-    Raises:
-        UserError: their files are missing or damaged.
     """
     from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -99,9 +92,6 @@ def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, d
     """Return open_clip's ``architecture`` in float32 on the device, with the file's weights under "state_dict".
 
     ``pretrained`` is a .pt file, or a folder or hub id with ``file``.
-
-    Raises:
-        UserError: the file does not exist, or the weights are damaged or do not fit.
     """
     import open_clip
 
@@ -141,11 +131,7 @@ def _load_pretrained(cls: Any, key: str, name: str, kind: str) -> Any:
 def load_weights(
     cls: Any, key: str, name: str, kind: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the model of transformers' class ``cls`` of a hub id or folder, and transformers' record of its loading.
-
-    Raises:
-        UserError: its files are missing or damaged, or lack a weight.
-    """
+    """Return the model of transformers' class ``cls`` of a hub id or folder, and transformers' record of its loading."""
     try:
         model, info = cls.from_pretrained(expanduser(name), dtype=dtype, output_loading_info=True)
     except _READING as error:

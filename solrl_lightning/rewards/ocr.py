@@ -35,11 +35,7 @@ _QUOTES = str.maketrans("‘’“”", "''\"\"")
 
 
 class OCR(Reward):
-    """Reads images one by one on the CPU; scores are returned on ``device``.
-
-    Raises:
-        UserError: a package is not installed.
-    """
+    """Reads images one by one on the CPU; scores are returned on ``device``."""
 
     name = "ocr"
     example = ('a sign that says "open"', {})

@@ -1,8 +1,6 @@
 """Server that scores batches of images in the format of docs/rewards/http.md.
 
 Imported by task=serve only, because fastapi and uvicorn are optional dependencies.
-
-Shapes: B images.
 """
 
 import asyncio
@@ -76,11 +74,7 @@ def create_app(rewards: WeightedRewards, device: torch.device, token: str, max_i
 
 
 async def read_body(request: Request, token: str, max_bytes: int) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        HTTPException: the request is without ``token``, unless that is empty, or longer than ``max_bytes``.
-    """
+    """Return the body of a request."""
     authorization = request.headers.get("authorization", "")
     if token and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
         raise HTTPException(401, "the token is missing or wrong")

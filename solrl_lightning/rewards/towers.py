@@ -53,9 +53,6 @@ class TransformersCLIP(TwoTowers):
         pretrained, processor: hub ids or folders, of the weights, and of the image processor and the tokenizer.
         dtype: of weights and activations; on a GPU float32 is TF32, and bfloat16 and float16 are faster but round the
             scores more.
-
-    Raises:
-        UserError: see ``load_clip`` and ``floating_dtype``.
     """
 
     def __init__(

@@ -6,8 +6,6 @@ The reward is the expected value of the answer: the values of the possible answe
 the first word. With the answers yes and no it is VQAScore (Lin et al. 2024, arXiv 2404.01291, equation 1, here without
 the probability of other words); with marks it is the weighting of G-Eval (Liu et al. 2023, arXiv 2303.16634, equation
 1).
-
-Shapes: B images.
 """
 
 import base64

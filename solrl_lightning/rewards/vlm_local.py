@@ -93,11 +93,7 @@ class LocalVLMReward(Reward):
 
 
 def first_tokens(tokenizer: Any, answers: Mapping[str, float]) -> list[list[int]]:
-    """Return the tokens that each answer can begin with: its spellings, also after a space.
-
-    Raises:
-        UserError: two answers begin with the same token.
-    """
+    """Return the tokens that each answer can begin with: its spellings, also after a space."""
     tokens = []
     for answer in answers:
         forms = {space + word for word in spellings(answer) for space in ("", " ")}

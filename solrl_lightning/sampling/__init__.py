@@ -47,11 +47,7 @@ SOLVERS: dict[str, Solver] = {"euler": euler_step, "dpm2": dpm2_step}
 
 
 def integrate(velocity: Velocity, x: Tensor, sigmas: Tensor, solver: str = "euler") -> Tensor:
-    """Return image latents [B, ...] in float32 from noise x [B, ...], along sigmas [T+1] that descend to 0.
-
-    Raises:
-        ValueError: as `steps`.
-    """
+    """Return image latents [B, ...] in float32 from noise x [B, ...], along sigmas [T+1] that descend to 0."""
     return deque(steps(velocity, start(x), sigmas, solver), maxlen=1).pop().x
 
 

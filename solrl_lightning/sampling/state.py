@@ -1,7 +1,4 @@
-"""State of a solver between two steps.
-
-Shapes: B batch.
-"""
+"""State of a solver between two steps."""
 
 from collections.abc import Callable, Sequence
 from functools import cache

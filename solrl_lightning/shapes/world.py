@@ -54,11 +54,7 @@ class Scene(NamedTuple):
 
 
 def parse_caption(caption: str) -> Scene:
-    """Parse a caption into its scene, regardless of case, spaces and a final full stop.
-
-    Raises:
-        UserError: the text is not in the grammar.
-    """
+    """Parse a caption into its scene, regardless of case, spaces and a final full stop."""
     match = _CAPTION.fullmatch(" ".join(caption.lower().split()).rstrip("."))
     if match is None or match["c1"] == match["c2"]:
         raise UserError(

@@ -33,11 +33,7 @@ T = TypeVar("T")
 
 
 class ShardedBase(DDPStrategy):
-    """DDP that shards the frozen parameters of the module's transformer over all ranks, or all that it trains.
-
-    Raises:
-        UserError: in ``setup``, if ranks would have different numbers of prompts.
-    """
+    """DDP that shards the frozen parameters of the module's transformer over all ranks, or all that it trains."""
 
     def setup(self, trainer: Trainer) -> None:
         module: Any = self.lightning_module
