@@ -65,9 +65,9 @@ from transformers import (
 
 from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.data.prompt import Prompt
+from solrl_lightning.policies.architectures import init_random_weights
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.policies.random_weights import init_random_weights
 from solrl_lightning.shapes.world import COLOURS, IMAGE_SIZE, RELATIONS, SHAPES
 from solrl_lightning.training.transformers import AdaptedTransformer
 

@@ -12,7 +12,6 @@ ROOTS = ["__main__", "options.run", "tasks.train"]
 WINGS = (
     *("explorers", "training.sharding", "training.sharded_full", "training.full", "sizing", "cli.sweep_job"),
     *(
-        "policies.random_weights",
         "policies.architectures",
         "policies.preview",
         "policies.lora_files",

@@ -473,7 +473,7 @@ def _read_github(repository: str, file: str) -> list[Prompt]:
 
 
 def github_file(repository: str, file: str) -> Path:
-    """Return the path of a file in the folder ``repository`` of the working directory or, downloaded once, on GitHub."""
+    """Return the path of a file in the folder ``repository`` of the working directory or, downloaded, on GitHub."""
     import datasets
 
     path, url = Path(repository, file), f"{GITHUB}/{repository}/main/{file}"

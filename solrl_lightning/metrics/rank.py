@@ -40,16 +40,7 @@ class RankFidelity(Metric):
         self.add_state("prompts", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, proxy: Tensor, truth: Tensor) -> None:
-        """Add the rewards proxy [P, N] and truth [P, N] of the same candidates.
-
-        Raises:
-            ValueError: the shapes differ, or N is less than 2 * (keep // 2).
-        """
-        if proxy.shape != truth.shape or proxy.ndim != 2 or proxy.shape[1] < 2 * self.k:
-            raise ValueError(
-                f"proxy and truth must both be [P, N] with N >= {2 * self.k}; "
-                f"got {list(proxy.shape)} and {list(truth.shape)}"
-            )
+        """Add the rewards proxy [P, N] and truth [P, N] of the same candidates, N >= 2 * (keep // 2)."""
         ranked = _has_ranks(proxy) & _has_ranks(truth)
         if ranked.any():
             values = rank_fidelity(proxy[ranked].float(), truth[ranked].float(), self.k)

@@ -169,15 +169,12 @@ def read_lora(
         max(value.shape[0] for name, value in state.items() if "lora_A" in name)
         for state in (update, adapter_state(layers, TRAINED))
     )
-    settings, rules = [], []
-    if others := sorted(in_file - layers.keys()):
-        settings.append(f"model.lora.target_modules=[{','.join(sorted({_BLOCK.sub('', name) for name in in_file}))}]")
-        rules.append(f"it adapts {others[0]}, which the run does not")
-    if rank > run_rank:
-        settings.append(f"model.lora.rank={rank}")
-        rules.append(f"its rank is {rank}, and that of the run {run_rank}")
-    if settings:
-        raise UserError(f"{named}: {', and '.join(rules)}. Set {' '.join(settings)}.")
+    if not in_file <= layers.keys() or rank > run_rank:
+        targets = ",".join(sorted({_BLOCK.sub("", name) for name in in_file}))
+        raise UserError(
+            f"{named}: the run must adapt all of its layers, {len(in_file)}, with its rank or more. Set "
+            f"model.lora.target_modules=[{targets}] model.lora.rank={max(rank, run_rank)}."
+        )
     if lacking := len(layers.keys() - in_file):
         log.warning("model.init_lora=%s has no update of %d of the %d layers of the run", path, lacking, len(layers))
     state = {name: value.clone() for name, value in adapter_state(layers, TRAINED).items()}

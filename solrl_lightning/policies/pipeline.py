@@ -287,7 +287,7 @@ class PipelineAdapter(ABC):
     @torch.no_grad()
     def _encode_rows(self, prompts: list[Prompt]) -> list[Row]:
         if self.random:
-            from solrl_lightning.policies.random_weights import random_row
+            from solrl_lightning.policies.architectures import random_row
 
             return [random_row(prompt.identity, self.embedding_like(), self.device) for prompt in prompts]
         if not prompts:
@@ -451,8 +451,7 @@ class PipelineAdapter(ABC):
         return load_pipeline(*files, components, check, self.optional)
 
     def _random_pipeline(self, device: torch.device) -> DiffusionPipeline:
-        from solrl_lightning.policies.architectures import find_architecture
-        from solrl_lightning.policies.random_weights import random_pipeline
+        from solrl_lightning.policies.architectures import find_architecture, random_pipeline
 
         architecture = find_architecture(self.pretrained, self.pipeline_class)
         part = architecture.components["scheduler"]

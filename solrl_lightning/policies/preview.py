@@ -15,9 +15,8 @@ from safetensors import SafetensorError
 
 from solrl_lightning.artifacts.hub import fetch, is_path
 from solrl_lightning.errors import UserError, sentence
-from solrl_lightning.policies.architectures import Component
+from solrl_lightning.policies.architectures import Component, random_component
 from solrl_lightning.policies.loading import load_module
-from solrl_lightning.policies.random_weights import random_component
 
 EMBEDDED = "preview_decoder"  # the embedded model's own, in that model's folder
 CONFIG = "config.json"

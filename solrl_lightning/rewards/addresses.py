@@ -1,6 +1,5 @@
 """Addresses and the token of the servers of this package. Imports no torch: the configuration is checked with it."""
 
-import errno
 import ipaddress
 import os
 import re
@@ -76,13 +75,8 @@ def bound(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            raise UserError(
-                f"task.host={host} is invalid: it must be an address of this machine or a name that resolves to one: "
-                f"{error.strerror}. Use task.host=0.0.0.0 for all of its addresses, or leave it out."
-            ) from error
         raise UserError(
             f"task.host={host} task.port={port} is invalid: it cannot be listened on: {error.strerror}. Set "
-            "task.port=<another>."
+            "task.port=<another>, or task.host to an address of this machine: 0.0.0.0 for all of them."
         ) from error
     return listener

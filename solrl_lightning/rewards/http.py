@@ -48,11 +48,7 @@ class HTTPReward(Reward):
         self._client = Client(url, concurrency, timeout, retries, backoff)
 
     def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
-        """Ask once for the scores of ``batch`` images of noise: no image of the run has a longer PNG file.
-
-        Raises:
-            UserError: the server does not answer, or not as agreed.
-        """
+        """Ask once for the scores of ``batch`` images of noise: no image of the run has a longer PNG file."""
         _, height, width = image.shape
         size, generator = (self.batch, height, width, 3), torch.Generator().manual_seed(0)
         noise = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
@@ -66,12 +62,7 @@ class HTTPReward(Reward):
             ) from error
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
-        """Return scores, float32 [B], of the images rounded to 8 bits.
-
-        Raises:
-            ServerError: a request still fails after the retries, or has an invalid answer.
-            NonFiniteError: a score is null, NaN or infinite.
-        """
+        """Return scores, float32 [B], of the images rounded to 8 bits; a null is NaN."""
         levels = (images.float() * 255).round().byte().permute(0, 2, 3, 1).cpu()
 
         def ask(first: int) -> list[float]:

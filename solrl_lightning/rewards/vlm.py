@@ -87,11 +87,7 @@ class VLMReward(Reward):
         return self._costs
 
     def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
-        """Ask once about a grey image, or two, before a model is loaded.
-
-        Raises:
-            UserError: the server does not answer, or not as agreed.
-        """
+        """Ask once about a grey image, or two, before a model is loaded."""
         grey = to_png((image * 255).round().byte().permute(1, 2, 0).cpu())
         key = f"reward.{self.name}"
         try:

@@ -55,7 +55,6 @@ class FullTransformer(TrainedTransformer):
         return list(self._base)
 
     def is_saved(self, name: str) -> bool:
-        """Return whether the tensor is a parameter, trained or of the old policy, and no buffer."""
         return name in self._saved
 
     def freeze(self, layers: Iterable[str]) -> None:
@@ -63,23 +62,17 @@ class FullTransformer(TrainedTransformer):
             self.weights[TRAINED].get_submodule(name).requires_grad_(False)
 
     def state(self, name: str) -> State:
-        """Return the weights "default" (trained) or "old", float32, or "base", as loaded; the tensors themselves."""
         if name == "base":
             return self._base
         return {name: parameter.detach() for name, parameter in self.weights[name].named_parameters()}
 
     @contextmanager
     def current(self) -> Iterator[nn.Module]:
-        """Yield the transformer with the trained weights, rounded, and with gradients to them where enabled.
-
-        It keeps them until another context is entered, for a backward pass that recomputes activations.
-        """
         self._compute_with(dict(self.weights[TRAINED].named_parameters()))
         yield self.transformer
 
     @contextmanager
     def old(self, state: State | None = None) -> Iterator[nn.Module]:
-        """Yield the transformer with the old policy's weights, or with ``state``, rounded."""
         self._compute_with(self.state(OLD) if state is None else state)
         yield self.transformer
 
@@ -104,7 +97,6 @@ class FullTransformer(TrainedTransformer):
         replica.write_parameters(module, state.items())
 
     def save(self, model: PipelineAdapter, folder: Path, state: State) -> None:
-        """Write a transformer in its loaded dtype, for diffusers' ``from_pretrained(folder)``."""
         with self.old(state) as transformer:
             model.save_transformer(folder, transformer)
 

@@ -65,7 +65,6 @@ class ShardedFullTransformer(FullTransformer):
 
     @contextmanager
     def current(self) -> Iterator[nn.Module]:
-        """Yield the transformer with the trained weights, rounded, and with gradients to them where enabled."""
         yield self.weights[TRAINED]
 
     @torch.no_grad()
@@ -79,7 +78,6 @@ class ShardedFullTransformer(FullTransformer):
         return square.sqrt()
 
     def save(self, model: PipelineAdapter, folder: Path, state: State) -> None:
-        """Write whole tensors as a transformer in its loaded dtype, for diffusers' ``from_pretrained(folder)``."""
         transformer = copy.deepcopy(self._whole)
         rounded = {name: state[name].to(parameter.dtype) for name, parameter in transformer.named_parameters()}
         transformer.load_state_dict(rounded, strict=False, assign=True)

@@ -88,7 +88,10 @@ class TrainedTransformer(ABC):
 
     @abstractmethod
     def current(self) -> AbstractContextManager[nn.Module]:
-        """Yield the transformer with the trained weights; it keeps them until another context is entered."""
+        """Yield the transformer with the trained weights, and with gradients to them where enabled.
+
+        It keeps them until another context is entered, for a backward pass that recomputes activations.
+        """
 
     @abstractmethod
     def old(self, state: State | None = None) -> AbstractContextManager[nn.Module]:
@@ -144,17 +147,12 @@ class AdaptedTransformer(TrainedTransformer):
         return nullcontext(self.transformer)
 
     def state(self, name: str) -> State:
-        """Return adapter "default" or "old", the tensors themselves, or zeros for "base"."""
         if name == "base":
             return {key: torch.zeros_like(value) for key, value in self.state(TRAINED).items()}
         return lora.adapter_state(self.lora_layers, name)
 
     @contextmanager
     def old(self, state: State | None = None) -> Iterator[nn.Module]:
-        """Yield the transformer with adapter "old" active, and with the weights ``state`` in it, if any.
-
-        Restores "default" as the active adapter, and the weights.
-        """
         weights = nullcontext() if state is None else lora.with_weights(self.lora_layers, OLD, state)
         with weights, lora.active_adapter(self.transformer, self.lora_layers, OLD) as transformer:
             yield transformer
@@ -170,11 +168,9 @@ class AdaptedTransformer(TrainedTransformer):
         return {"base_distance": update / self.base_norm, "old_distance": difference / self.base_norm}
 
     def write(self, module: nn.Module, state: State) -> None:
-        """Write ``state``, merged with the base weights, into a replica in place."""
         replica.write_parameters(module, lora.merged_weights(self.lora_layers, state))
 
     def save(self, model: PipelineAdapter, folder: Path, state: State) -> None:
-        """Write an adapter in the format of diffusers' ``pipe.load_lora_weights(folder)``."""
         tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
         model.save_lora(folder, tensors, self.config)
 

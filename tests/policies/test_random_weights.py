@@ -9,11 +9,16 @@ from nano import PROMPTS, load_model, load_nano, prompts_of
 from torch import nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.architectures import Component, build_component, find_architecture, read_architecture
+from solrl_lightning.policies.architectures import (
+    Component,
+    build_component,
+    find_architecture,
+    random_component,
+    read_architecture,
+)
 from solrl_lightning.policies.config_files import ARCHITECTURES
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.policies.random_weights import random_component
 from solrl_lightning.policies.sana import Sana
 from solrl_lightning.policies.sd3 import SD3
 from solrl_lightning.sampling import integrate
