@@ -6,8 +6,6 @@ same numbers on any hardware, neither faster nor smaller than BF16. ``precision=
 the hardware multiplies.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 SANA's feed-forward network has two such convolutions around a depthwise one.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ product sums e2m1 * block_scale in FP32 and rounds the sum to BF16; both global 
 the bias are applied to it. Not yet run on such a GPU; checked against PyTorch's shape rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Choose the linear layers to quantise by a rule of name patterns, and replace them in a replica."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase

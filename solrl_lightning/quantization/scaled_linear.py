@@ -9,8 +9,6 @@ stored in BF16 or FP32, sums in FP32 (in another order), applies both scales and
 the dtype of the input. Sums of INT8 products are exact up to in_features = 1040, where they stay below 2^24.
 """
 
-from __future__ import annotations
-
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable

@@ -17,8 +17,6 @@ Not yet run on a GPU. ``make contract`` checks these calls against the source of
    traces it (PR #3053) with newer versions of PyTorch, not yet tried with quantised parameters.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

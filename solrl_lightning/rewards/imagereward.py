@@ -159,7 +159,7 @@ def rename(weights: dict[str, Tensor], pretrained: str) -> dict[str, Tensor]:
 
 
 def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: str) -> nn.ModuleDict:
-    """Return image_tower, text_tower and head in float32 with the renamed weights, whose shapes size the image tower."""
+    """Return image_tower, text_tower and head in float32 with the renamed weights, whose shapes size the first."""
     first_layer = "image_tower.encoder.layers.0.mlp.fc1.bias"
     sizes = "image_tower.embeddings.patch_embedding.weight", "image_tower.embeddings.position_embedding", first_layer
     check_state_dict_keys(_KEY, pretrained, [name for name in sizes if name not in weights], [])

@@ -131,7 +131,7 @@ def _load_pretrained(cls: Any, key: str, name: str, kind: str) -> Any:
 def load_weights(
     cls: Any, key: str, name: str, kind: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the model of transformers' class ``cls`` of a hub id or folder, and transformers' record of the loading."""
+    """Return the model of transformers' class ``cls`` of a hub id or folder, and transformers' record of it."""
     try:
         model, info = cls.from_pretrained(expanduser(name), dtype=dtype, output_loading_info=True)
     except _READING as error:
