@@ -195,7 +195,7 @@ def test_non_finite_input_raises_in_quantize_and_gives_nan_in_fake_quantize(bad:
 
 def test_unsupported_shapes_and_dtypes_raise() -> None:
     for shape in ((4, 24), (), (0, 16), (4, 0)):
-        with pytest.raises(ValueError, match="multiple of 16.*Pad it"):
+        with pytest.raises(ValueError, match="multiple of 16.*pad it"):
             quantize(torch.ones(shape))
     with pytest.raises(ValueError, match="floating-point"):
         quantize(torch.ones(4, 16, dtype=torch.int32))
