@@ -18,11 +18,10 @@ from solrl_lightning.options.task import Benchmark
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
 from solrl_lightning.policies.compilation import can_compile
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.sizing import benchmark as benchmark_module
 from solrl_lightning.sizing import timing
-from solrl_lightning.sizing.benchmark import family_configs, forward_times, matmul_peak, times_of_families
 from solrl_lightning.sizing.timing import Lap, peak_since_release
-from solrl_lightning.tasks.benchmark import benchmark
+from solrl_lightning.tasks import benchmark as benchmark_module
+from solrl_lightning.tasks.benchmark import benchmark, family_configs, forward_times, matmul_peak, times_of_families
 from tests.nano import load_model, save_nano
 
 Compose, Patch = Callable[..., Run], pytest.MonkeyPatch
@@ -45,7 +44,7 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> str:
 def briefly(monkeypatch: Patch) -> None:
     """Reduce the numbers of forward passes and the size of the products."""
     monkeypatch.setattr(benchmark_module, "_WARM_UP", 1)
-    monkeypatch.setattr(benchmark_module, "FORWARDS", 2)
+    monkeypatch.setattr(benchmark_module, "_FORWARDS", 2)
     monkeypatch.setattr(benchmark_module, "_PRODUCT_SIZE", {"cpu": 32})
 
 
