@@ -19,9 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
+from matplotlib.lines import Line2D
 from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
@@ -30,12 +29,7 @@ from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_with_weights, device_of, with_option
 from solrl_lightning.data.prompt import identities
 from solrl_lightning.metrics.rank import RankFidelity
-from solrl_lightning.metrics.selection_gain import (
-    equal_random,
-    equal_selected,
-    gap_of_prompts,
-    ratio_of_sums,
-)
+from solrl_lightning.metrics.selection_gain import equal_random, equal_selected, gap_of_prompts, ratio_of_sums
 from solrl_lightning.names import MERGED, SHADOW
 from solrl_lightning.options.family import Exploration
 from solrl_lightning.options.rules import written
@@ -48,7 +42,7 @@ from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, velocities_per_prompt
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
-from solrl_lightning.tasks.audit_text import format_audit, format_search, format_verdict
+from solrl_lightning.tasks.audit_text import format_audit, format_search, wrapped
 from solrl_lightning.tasks.audit_verdict import (
     expected_gain,
     gain_of,
@@ -62,8 +56,6 @@ from solrl_lightning.training.module import SolRLModule
 log = logging.getLogger(__name__)
 
 _PROXY = "proxy"  # name of an explorer's stages here, where an image that is not finite is an error
-# Of a label in the picture: offset in points, alignment.
-_SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "bottom"), (5, -3, "left", "top"))
 
 
 class Scored(NamedTuple):
@@ -110,7 +102,7 @@ def audit(cfg: Run) -> dict[str, Any]:
     print(f"{format_audit(result)}\n  {folder / 'audit.json'}, {folder / 'audit.png'}")
     if result["search"]:
         print(format_search(result, options.min_gap))
-    print(format_verdict(result))
+    print(f"{wrapped(result['recommended']['verdict'])}\n  {result['recommended']['command']}")
     return result
 
 
@@ -205,23 +197,16 @@ def describe(explorer: Scored, truth: Tensor, cfg: Run) -> dict[str, Any]:
         "gap_kept": gap_kept,
         "gap_error": gap_error,
         "equal_groups": equal_selected(explorer.merits, truth, keep),
-        **fidelity(explorer.merits, truth, keep),
+        **{name: float(value) for name, value in RankFidelity(keep=keep)(explorer.merits, truth).items()},
     }
 
 
-class Loaded(NamedTuple):
-    """The model and the pool."""
-
-    module: SolRLModule
-    prompts: EncodedPrompts
-    seeds: Tensor  # [P, N]
-
-
-def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
+def load_pool(cfg: Run, samplers: Collection[str]) -> tuple[SolRLModule, EncodedPrompts, Tensor]:
+    """Return the model, the prompts and the pool's seeds [P, N]."""
     task, module = cfg.task_as(Audit), build_with_weights(cfg, device_of(cfg.trainer), samplers)
     module.requantize(version=0)
     prompts = module.encode(module.evaluation.prompts[: task.prompts])
-    return Loaded(module, prompts, pool_seeds(cfg.seed, 0, identities(prompts.prompts), task.pool))
+    return module, prompts, pool_seeds(cfg.seed, 0, identities(prompts.prompts), task.pool)
 
 
 def _full(cfg: Run) -> Stage:
@@ -295,13 +280,6 @@ def search_stops(cfg: Run, truth: Tensor) -> list[dict[str, Any]]:
     ]
 
 
-def fidelity(proxy: Tensor, truth: Tensor, keep: int) -> dict[str, float]:
-    """Return the rank fidelity of merits [P, N]."""
-    metric = RankFidelity(keep=keep)
-    metric.update(proxy, truth)
-    return {name: float(value) for name, value in metric.compute().items()}
-
-
 def name_of(explorer: Scored, solver: str) -> str:
     """Return the label in the table and the picture: ``nvfp4 6 steps``, ``bf16 2/4 of 10 steps (0.90/0.70)``."""
     first = explorer.stages[0]
@@ -326,25 +304,14 @@ def command_of(explorer: Exploration, precision: str, cfg: Run) -> str | None:
     Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; an explorer
     that is the truth leaves nothing to regenerate.
     """
-    task, explorer = cfg.task_as(Audit), explorer.model_copy(update={"solver": explorer.solver or cfg.model.solver})
+    explorer = explorer.model_copy(update={"solver": explorer.solver or cfg.model.solver})
     stops, is_truth = explorer.stops_early, explorer.trajectory == _full(cfg).trajectory
     to_the_end = explorer.steps in [rung.step for rung in explorer.rungs or ()]
     if explorer.sampler == MERGED and (to_the_end or stops != is_truth):
         return None
     family = "race" if explorer.rungs else "prefix" if stops else "sol_rl"
-    default = with_option(cfg, "family", family).family.explore
-    assert default is not None, "these families explore"
-    arguments = [f"family={family}"]
-    if explorer.sampler == SHADOW:
-        arguments.append(f"precision={precision}")
-    all_of_it = _has_experiment(task)  # which may set these, too
-    arguments += _counts(cfg, family, task.pool, task.keep)
-    values, defaults = explorer.model_dump(exclude_none=True), default.model_dump(exclude_none=True)
-    for key in [name for name in Exploration.model_fields if name not in Exploration.no_keys]:
-        value = values.get(key)
-        if value != defaults.get(key) or (all_of_it and key in defaults):
-            arguments.append(f"family.explore.{key}={written(value).replace(' ', '')}")
-    return _command(arguments, task)
+    precisions = [f"precision={precision}"] if explorer.sampler == SHADOW else []
+    return _command(cfg, family, cfg.task_as(Audit).pool, precisions, explorer=explorer)
 
 
 def command_without_selection(cfg: Run, gain: float = 1.0) -> str:
@@ -352,26 +319,34 @@ def command_without_selection(cfg: Run, gain: float = 1.0) -> str:
 
     Above 1, ``gain`` multiplies its iterations: so many learn as much as the audit's do with selection.
     """
-    task = cfg.task_as(Audit)
-    family = "diffusionnft"
     iterations = [f"iterations={math.ceil(cfg.iterations * gain)}"] if gain > 1 else []
-    return _command([f"family={family}", *_counts(cfg, family, task.keep, task.keep)], task, iterations)
+    return _command(cfg, "diffusionnft", cfg.task_as(Audit).keep, last=iterations)
 
 
-def _command(arguments: Sequence[str], task: Audit, last: Sequence[str] = ()) -> str:
+def _command(
+    cfg: Run,
+    family: str,
+    pool: int,
+    precisions: Sequence[str] = (),
+    explorer: Exploration | None = None,
+    last: Sequence[str] = (),
+) -> str:
+    """Return the command of a run of ``family`` with the options that differ from its file, and the audit's others."""
+    task, default = cfg.task_as(Audit), with_option(cfg, "family", family).family
+    values: dict[str, Any] = {"pool": pool, "keep": task.keep}
+    defaults: dict[str, Any] = {"pool": default.pool, "keep": default.keep}
+    if explorer is not None and default.explore is not None:
+        for options, stage in ((values, explorer), (defaults, default.explore)):
+            dump = stage.model_dump(exclude_none=True, include=Exploration.model_fields.keys() - Exploration.no_keys)
+            options |= {f"explore.{key}": value for key, value in dump.items()}
+    with_experiment = any(override.startswith("experiment=") for override in task.overrides)  # which may set these, too
+    arguments = [f"family={family}", *precisions]
+    for key in [*values, *(key for key in defaults if key not in values)]:
+        value = values.get(key)
+        if value != defaults.get(key) or (with_experiment and key in defaults):
+            arguments.append(f"family.{key}={written(value).replace(' ', '')}")
     kept = [override for override in task.overrides if _is_kept(override)]
     return command_line([*arguments, *(o for o in kept if not (last and o.startswith("iterations="))), *last])
-
-
-def _counts(cfg: Run, family: str, pool: int, keep: int) -> list[str]:
-    """Return the arguments that give ``family`` these numbers of candidates."""
-    defaults, all_of_it = with_option(cfg, "family", family).family, _has_experiment(cfg.task_as(Audit))
-    counts = {"pool": (pool, defaults.pool), "keep": (keep, defaults.keep)}
-    return [f"family.{key}={count}" for key, (count, default) in counts.items() if all_of_it or count != default]
-
-
-def _has_experiment(task: Audit) -> bool:
-    return any(override.startswith("experiment=") for override in task.overrides)
 
 
 def _is_kept(override: str) -> bool:
@@ -381,40 +356,18 @@ def _is_kept(override: str) -> bool:
 
 def draw(result: Mapping[str, Any]) -> bytes:
     """Draw Spearman's correlation of every proxy against its cost, as a share of the truth's; return a PNG file."""
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
-    precisions = [*dict.fromkeys(row["precision"] for row in result["proxies"])]
-    labels = [(f"truth: bf16 {result['truth']['steps']} steps", (1.0, 1.0), "black")]
-    axes.scatter([1.0], [1.0], marker="*", color="black")
+    truth, precisions = result["truth"], [*dict.fromkeys(row["precision"] for row in result["proxies"])]
+    axes.scatter(1.0, 1.0, marker="*", color="black", label=f"truth: bf16 {truth['steps']} steps")
     for row in result["proxies"]:
-        point = row["seconds"] / result["truth"]["seconds"], row["spearman"]
-        colour = f"C{precisions.index(row['precision'])}"
-        axes.scatter(*point, color=colour)
-        labels.append((row["name"], point, colour))
+        marker = Line2D.filled_markers[precisions.index(row["precision"])]
+        axes.scatter(row["seconds"] / truth["seconds"], row["spearman"], marker=marker, label=row["name"])
     axes.set_xlabel("seconds a candidate, as a share of the truth's")
     axes.set_ylabel("Spearman correlation with the truth")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
-    figure.draw_without_rendering()  # sets the positions that annotate reads
-    annotate(axes, labels)
+    figure.legend(loc="outside right upper", fontsize=9)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()
-
-
-def annotate(axes: Axes, labels: Sequence[tuple[str, tuple[float, float], str]]) -> None:
-    """Put each label, in its colour, on the side of its point where it covers the fewest points and other labels."""
-    marks = [axes.transData.transform(point) for _, point, _ in labels]
-    occupied = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in marks]
-    for text, point, colour in labels:
-        notes = [
-            axes.annotate(text, point, (x, y), textcoords="offset points", ha=ha, va=va, fontsize=9, color=colour)
-            for x, y, ha, va in _SIDES
-        ]
-        boxes = [note.get_window_extent() for note in notes]
-        covered = [box.count_overlaps(occupied) + 2 * (not axes.bbox.containsx(box.x1)) for box in boxes]
-        best = covered.index(min(covered))
-        occupied.append(boxes[best])
-        for number, note in enumerate(notes):
-            if number != best:
-                note.remove()

@@ -15,10 +15,15 @@ def format_audit(result: dict[str, Any]) -> str:
     truth, pool, keep, without = result["truth"], result["pool"], result["keep"], result["without_selection"]
     columns = ["proxy", "spearman", "gap kept", "passes", "s/prompt", "rho", "gain", "cost", "gain/cost"]
     rows = [
-        [row["name"], _number(row["spearman"], 3), _share(row), _passes(row), *_costs(row, without)]
+        [
+            row["name"],
+            _number(row["spearman"], 3),
+            _share(row),
+            f"{row['evaluations']}+{row['regenerate_evaluations']}",
+            *_costs(row, without),
+        ]
         for row in result["proxies"]
     ]
-    full = truth["steps"]
     rows.append(["the truth itself", "1.000", "100 %", truth["evaluations"], *_costs(truth, without)])
     rows.append(
         [f"{keep} random", None, None, without["evaluations"], f"{without['sampling_seconds']:.3g}", *["1.00"] * 4]
@@ -33,8 +38,8 @@ def format_audit(result: dict[str, Any]) -> str:
     best = next((row for row in result["proxies"] if row["name"] == result["recommended"]["closest"]), truth)
     equal = [f"{100 * groups['equal_groups']:.0f} %" for groups in (without, best)]
     return (
-        f"against BF16 at {full} steps, mean reward {truth['reward']:.4f}: {result['prompts']} prompts x {pool} seeds, "
-        f"{keep} kept\n{wrapped(legend)}\n{format_table(columns, rows)}\n"
+        f"against BF16 at {truth['steps']} steps, mean reward {truth['reward']:.4f}: {result['prompts']} prompts x "
+        f"{pool} seeds, {keep} kept\n{wrapped(legend)}\n{format_table(columns, rows)}\n"
         f"groups of {keep} equal rewards, which teach nothing: {equal[0]} of random ones, {equal[1]} with selection"
     )
 
@@ -52,12 +57,6 @@ def format_search(result: Mapping[str, Any], min_gap: float) -> str:
     return "\n".join(lines)
 
 
-def format_verdict(result: Mapping[str, Any]) -> str:
-    """Format the sentence and the one command, below each other."""
-    recommended = result["recommended"]
-    return f"{wrapped(recommended['verdict'])}\n  {recommended['command']}"
-
-
 def wrapped(text: str) -> str:
     return textwrap.fill(text, _WIDTH, break_on_hyphens=False)
 
@@ -65,10 +64,6 @@ def wrapped(text: str) -> str:
 def _share(row: Mapping[str, Any]) -> str:
     error = "" if math.isnan(row["gap_error"]) else f" ± {100 * row['gap_error']:.0f}"
     return "-" if math.isnan(row["gap_kept"]) else f"{100 * row['gap_kept']:.0f}{error} %"
-
-
-def _passes(row: Mapping[str, Any]) -> str:
-    return f"{row['evaluations']}+{row['regenerate_evaluations']}"
 
 
 def _costs(row: Mapping[str, Any], without: Mapping[str, Any]) -> list[str]:

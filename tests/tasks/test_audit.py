@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.figure import Figure
-from matplotlib.text import Annotation
 from PIL import Image
 from sigmas import uniform_sigmas
 
@@ -26,11 +24,9 @@ from solrl_lightning.rollout.stage import velocities_per_prompt
 from solrl_lightning.tasks import audit as audit_module
 from solrl_lightning.tasks.audit import (
     _stages,
-    annotate,
     audit,
     command_of,
     command_without_selection,
-    fidelity,
     load_pool,
 )
 from solrl_lightning.tasks.audit_search import EarlyStop, cheapest
@@ -46,10 +42,10 @@ PERFECT |= {"spearman": pytest.approx(1.0), "kendall": pytest.approx(1.0)}
 
 def test_what_is_audited_has_the_lora_that_a_run_begins_with(compose: Compose, tmp_path: Path) -> None:
     small = (*SMALL, "task.proxies=[{sampler:merged,steps:2}]")
-    base = load_pool(compose(*small), ()).module
+    base = load_pool(compose(*small), ())[0]
     state = {name: value + 0.1 for name, value in base.policy_state("default").items()}
     base.transformers.trained.save(base.model, tmp_path, state)
-    module = load_pool(compose(*small, f"model.init_lora='{tmp_path}'"), ("merged",)).module
+    module = load_pool(compose(*small, f"model.init_lora='{tmp_path}'"), ("merged",))[0]
     for name in ("default", "old"):
         assert all(torch.allclose(value, state[key]) for key, value in module.policy_state(name).items())
 
@@ -304,29 +300,8 @@ def test_expected_gain_is_a_power_of_the_spread_with_an_interval_over_prompts() 
     assert math.isnan(equal) and math.isnan(nothing.mean)
 
 
-def test_labels_of_neighbouring_points_do_not_overlap() -> None:
-    figure = Figure(figsize=(7.5, 4.5))
-    axes = figure.subplots()
-    points = [(0.66, 0.955), (0.707, 0.943), (0.715, 0.951), (0.79, 0.952), (1.0, 0.945)]
-    axes.scatter(*zip(*points, strict=True))
-    figure.draw_without_rendering()
-    annotate(axes, [(f"{number} of 10 steps", point, "black") for number, point in enumerate(points)])
-    notes = [child for child in axes.get_children() if isinstance(child, Annotation)]
-    boxes = [note.get_window_extent() for note in notes]
-    assert sorted(note.get_text() for note in notes) == [f"{number} of 10 steps" for number in range(5)]
-    assert all(box.count_overlaps(boxes) == 1 for box in boxes)  # itself
-    assert all(box.x1 <= axes.bbox.x1 for box in boxes)
-
-
 def test_gap_is_between_the_reference_rewards_of_the_proxys_best_and_worst() -> None:
     truth = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
     assert gap_of_prompts(truth, truth, keep=4).tolist() == [4.5 - 0.5]
     assert gap_of_prompts(-truth, truth, keep=4).tolist() == [0.5 - 4.5]
     assert gap_of_prompts(torch.tensor([[5.0, 1.0, 2.0, 3.0, 4.0, 0.0]]), truth, keep=2).tolist() == [0.0 - 5.0]
-
-
-def test_reversed_proxy_has_no_overlap() -> None:
-    truth = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
-    values = fidelity(-truth, truth, keep=4)
-    assert (values["spearman"], values["kendall"]) == pytest.approx((-1, -1))
-    assert (values["top_overlap"], values["top_mean_rank"], values["bottom_mean_rank"]) == (0, 7.5, 1.5)
