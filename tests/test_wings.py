@@ -17,7 +17,7 @@ WINGS = (
         "policies.lora_files",
     ),
     *("quantization.transformer_engine", "quantization.nvfp4_packed", "rewards.client", "rewards.server"),
-    *("study.run_groups", "study.elsewhere", "study.learning_curves", "study.time_to_reward", "artifacts.model_card"),
+    *("study.run_groups", "study.elsewhere", "study.learning_curves", "study.time_to_reward"),
 )
 
 

@@ -3,35 +3,40 @@
 Runs on the CPU for any trainer: export samples nothing, and the host usually has more memory.
 """
 
+import json
+import re
+from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
+from huggingface_hub import ModelCard, ModelCardData
 
+from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import iterations_done, read_checkpoint, write_atomically
 from solrl_lightning.artifacts.finished_runs import read_summary
-from solrl_lightning.artifacts.hub import create_repository, upload
-from solrl_lightning.artifacts.model_card import PICTURE, model_card
+from solrl_lightning.artifacts.formatting import change, counted, measured
+from solrl_lightning.artifacts.hub import create_repository, is_path, upload
 from solrl_lightning.artifacts.run_folder import run_of
 from solrl_lightning.build import build_model, load_trained
 from solrl_lightning.names import MERGED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Export
+from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule
 
 _LORA, _MERGED = "lora_ema", "transformer"
-_CARD = "README.md"
+_CARD, _PICTURE = "README.md", Path("images") / "base_and_trained.png"
 
 
 def export(cfg: Run) -> None:
     """Write lora_ema/, lora_trained/, transformer/ (the base with the merged average) and README.md (a model card).
 
     With model.train=full these are transformer/ (the average), transformer_trained/ and README.md. With
-    ``cfg.task.push`` it uploads them.
-
-    Raises:
-        UserError: the hub refuses the upload.
+    ``cfg.task.push`` it uploads them. UserError if the hub refuses the upload.
     """
     task = cfg.task_as(Export)
     if task.push is not None:
@@ -56,7 +61,7 @@ def export(cfg: Run) -> None:
         f"{folder / _CARD}  # model card"
     )
     if task.push is not None:
-        print(upload(task.push, folder, [*exports, _MERGED, PICTURE.parts[0], _CARD]))
+        print(upload(task.push, folder, [*exports, _MERGED, _PICTURE.parts[0], _CARD]))
 
 
 def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtype: str) -> None:
@@ -72,23 +77,108 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
     precision = state.get("precision_backend", "nvfp4")
     grid = run / "samples" / f"grid_{done:06d}.png"
     if grid.is_file():
-        write_atomically(folder / PICTURE, grid.read_bytes())
+        write_atomically(folder / _PICTURE, grid.read_bytes())
+    call = {"num_inference_steps": cfg.model.eval_steps, "height": cfg.model.resolution, "width": cfg.model.resolution}
+    if cfg.model.num_frames:
+        call["num_frames"] = cfg.model.num_frames
     card = model_card(
-        base=str(cfg.model.pretrained),
+        str(cfg.model.pretrained),
+        call | module.model.call_options,
+        cfg.model.fused_lora,
+        done,
+        summary if "config" in summary else {},
+        with_lora,
         pipeline=module.model.pipeline_class.__name__,
         transformer=transformer,
         dtype=dtype,
-        call={"num_inference_steps": cfg.model.eval_steps}
-        | dict.fromkeys(("height", "width"), cfg.model.resolution)
-        | ({"num_frames": cfg.model.num_frames} if cfg.model.num_frames else {})
-        | module.model.call_options,
-        fused_lora=cfg.model.fused_lora,
         scheduler=cfg.model.scheduler,
         settings=settings | {"train": cfg.model.train, "precision": precision},  # instead of auto
-        iterations=done,
-        summary=summary if "config" in summary else None,
-        with_lora=with_lora,
-        with_picture=grid.is_file(),
-        name=cfg.task_as(Export).push,
+        picture=_PICTURE.as_posix() if grid.is_file() else None,
+        name=cfg.task_as(Export).push or "<this folder>",
     )
     write_atomically(folder / _CARD, card.encode())
+
+
+def model_card(
+    base: str,
+    call: Mapping[str, Any],
+    fused_lora: str | None,
+    iterations: int,
+    summary: Mapping[str, Any],
+    with_lora: bool,
+    **shown: Any,
+) -> str:
+    """Return the card's Markdown with its metadata, in the format of the Hugging Face hub.
+
+    Args:
+        base: ``model.pretrained``: a hub id, a local folder (which the card does not name), or ``tiny``.
+        call: arguments of the pipeline with which evaluations sample.
+        fused_lora: ``model.fused_lora``; a local folder is not named.
+        iterations: those done in the checkpoint.
+        summary: the run's summary.json; empty without one.
+        with_lora: whether a LoRA was trained; else the whole transformer.
+        shown: other variables of the template.
+    """
+    on_hub = base != "tiny" and not is_path(base)
+    licence, page = (licence_of(base), f"https://huggingface.co/{base}") if on_hub else (None, None)
+    place = repr(base) if on_hub else '"<folder of the base model>"'
+    folder, _, file = (fused_lora or "").rpartition("/")
+    made = "text-to-video" if "num_frames" in call else "text-to-image"
+    used = {"solrl_lightning": __version__} | (summary.get("versions") or {})
+    card = ModelCard.from_template(
+        ModelCardData(
+            base_model=base if on_hub else None,
+            library_name="diffusers",
+            pipeline_tag=made,
+            tags=[made, "diffusers", *(["lora"] if with_lora else []), "reinforcement-learning", "solrl_lightning"],
+            **licence_metadata(licence, page),
+        ),
+        template_str=(files("solrl_lightning") / "assets" / "model_card.md.jinja").read_text(encoding="utf-8"),
+        base=base,
+        page=page,
+        licence=licence,
+        place='files("solrl_lightning") / "assets" / "tiny"' if base == "tiny" else place,
+        call=call,
+        fused_lora=fused_lora and ("<folder of the fused LoRA>" if is_path(folder) else folder, file),
+        facts=summary,
+        iterations=iterations,
+        after=counted(iterations, "iteration"),
+        software=", ".join(f"{n} {used[n]}" for n in ("solrl_lightning", "torch", "diffusers") if n in used),
+        with_lora=with_lora,
+        results=results(summary, iterations),
+        **shown,
+    )
+    return f"{card}\n"
+
+
+def licence_of(base: str) -> str | None:
+    """Return the licence of a hub id whose config files the package has; other cards name the page only."""
+    index = ARCHITECTURES / base / INDEX
+    return json.loads(index.read_text())["_licence"] if index.is_file() else None
+
+
+def licence_metadata(licence: str | None, page: str | None) -> dict[str, Any]:
+    if licence is None:
+        return {}
+    if " " not in licence:  # an SPDX identifier
+        return {"license": licence.lower()}
+    name = "-".join(re.findall(r"[a-z0-9.]+", licence.lower()))
+    return {"license": "other", "license_name": name, "license_link": page}
+
+
+def results(summary: Mapping[str, Any], iterations: int) -> list[list[str]]:
+    """Return the reward, base, trained and change of each reward; empty if the run has not evaluated both."""
+    rows = {row["iteration"]: row for row in summary.get("evaluations", [])}
+    if iterations == 0 or not {0, iterations} <= rows.keys():
+        return []
+    base, trained = rows[0], rows[iterations]
+    return [
+        [
+            name,
+            measured(base[name], base.get("standard_error", {}).get(name)),
+            measured(trained[name], trained.get("standard_error", {}).get(name)),
+            change(base[name], trained[name], trained.get("change_error", {}).get(name)),
+        ]
+        for name in dict.fromkeys([summary["reward"], *summary["other_rewards"]])
+        if name in base and name in trained
+    ]

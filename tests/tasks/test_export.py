@@ -16,13 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from solrl_lightning.artifacts.hub import create_repository, upload
-from solrl_lightning.artifacts.model_card import model_card
 from solrl_lightning.build import build_model, load_trained
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.cli.hub import check_push
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
-from solrl_lightning.tasks.export import export
+from solrl_lightning.tasks.export import export, model_card
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule
 
@@ -167,18 +166,18 @@ def card_of(
     base: str, iterations: int = 40, fused_lora: str | None = None, scheduler: dict[str, Any] | None = None, **call: int
 ) -> str:
     return model_card(
-        base=base,
+        base,
+        {"num_inference_steps": 28} | call,
+        fused_lora,
+        iterations,
+        SUMMARY,
+        with_lora=True,
         pipeline="FluxPipeline",
         transformer="FluxTransformer2DModel",
         dtype="bfloat16",
-        call={"num_inference_steps": 28} | call,
-        fused_lora=fused_lora,
         scheduler=scheduler,
         settings={"model": "flux1", "reward": "pickscore", "family": "a|b", "objective": "nft"},
-        iterations=iterations,
-        summary=SUMMARY,
-        with_lora=True,
-        with_picture=True,
+        picture="images/base_and_trained.png",
         name="me/flux-pickscore",
     )
 
