@@ -30,6 +30,16 @@ T = TypeVar("T")
 _RUN_ID = ".run_id"  # hidden, so that `wandb sync <run>/wandb/*` leaves it out
 
 
+def _value(name: str) -> Any:
+    """Return the property of `Tracker` that reads the logger's ``name``."""
+    return property(lambda tracker: tracker.attempt(lambda: getattr(tracker.logger, name), None))
+
+
+def _method(name: str) -> Any:
+    """Return the method of `Tracker` that calls the logger's ``name``."""
+    return lambda tracker, *a, **kw: tracker.attempt(lambda: getattr(tracker.logger, name)(*a, **kw), None)
+
+
 class Tracker(Logger):
     """A logger whose errors cost nothing of a run: the first one is printed in a line, and ends the logging.
 
@@ -62,7 +72,7 @@ class Tracker(Logger):
     def __getattr__(self, name: str) -> Any:
         if name == "logger" or name not in dir(self.logger):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
-        value = self.attempt(lambda: getattr(self.logger, name), _nothing)
+        value = self.attempt(lambda: getattr(self.logger, name), lambda *args, **options: None)
         return (lambda *a, **kw: self.attempt(partial(value, *a, **kw), None)) if callable(value) else value
 
     @property
@@ -71,35 +81,15 @@ class Tracker(Logger):
             raise AttributeError(f"logger={self.key} has no experiment")
         return self.attempt(lambda: cast(Any, self.logger).experiment, DummyExperiment())
 
-    @property
-    def name(self) -> str | None:
-        return self.attempt(lambda: self.logger.name, None)
-
-    @property
-    def version(self) -> int | str | None:
-        return self.attempt(lambda: self.logger.version, None)
-
-    @property
-    def save_dir(self) -> str | None:
-        return self.attempt(lambda: self.logger.save_dir, None)
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.attempt(lambda: self.logger.log_metrics(metrics, step), None)
-
-    def log_hyperparams(self, *args: Any, **options: Any) -> None:
-        self.attempt(lambda: self.logger.log_hyperparams(*args, **options), None)
-
-    def log_graph(self, *args: Any, **options: Any) -> None:
-        self.attempt(lambda: self.logger.log_graph(*args, **options), None)
-
-    def save(self) -> None:
-        self.attempt(lambda: self.logger.save(), None)
-
-    def finalize(self, status: str) -> None:
-        self.attempt(lambda: self.logger.finalize(status), None)
-
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        self.attempt(lambda: self.logger.after_save_checkpoint(checkpoint_callback), None)
+    name = _value("name")
+    version = _value("version")
+    save_dir = _value("save_dir")
+    log_metrics = _method("log_metrics")
+    log_hyperparams = _method("log_hyperparams")
+    log_graph = _method("log_graph")
+    save = _method("save")
+    finalize = _method("finalize")
+    after_save_checkpoint = _method("after_save_checkpoint")
 
     def log_picture(self, name: str, picture: Image.Image, step: int) -> None:
         """Log a picture to TensorBoard, Weights & Biases or MLflow; another logger takes none."""
@@ -114,10 +104,6 @@ class Tracker(Logger):
         """Log a row of TensorBoard's HParams table."""
         if isinstance(self.logger, TensorBoardLogger):
             self.log_hyperparams(dict(options), dict(results), step=step)
-
-
-def _nothing(*args: Any, **options: Any) -> None:
-    pass
 
 
 def trackers_of(trainer: Trainer) -> list[Tracker]:
@@ -156,8 +142,7 @@ class WandB(_Iterations, WandbLogger):
     """
 
     def __init__(self, save_dir: str, offline: bool | str, **options: Any) -> None:
-        if not is_installed("wandb"):
-            raise not_installed("wandb")
+        check_installed("wandb")
         keep = not has_wandb_key() if offline == "auto" else bool(offline)
         if keep and offline == "auto":
             log.info(
@@ -201,8 +186,7 @@ class MLflow(_Iterations, MLFlowLogger):
     """
 
     def __init__(self, save_dir: str, tracking_uri: str | None, **options: Any) -> None:
-        if not is_installed("mlflow"):
-            raise not_installed("mlflow")
+        check_installed("mlflow")
         if tracking_uri is None:  # newer versions of MLflow refuse Lightning's default, a folder of files
             folder = Path(save_dir).resolve()
             folder.mkdir(parents=True, exist_ok=True)
@@ -228,11 +212,12 @@ def _read_id(file: Path) -> str | None:
     return file.read_text() if file.is_file() else None
 
 
-def not_installed(name: str) -> UserError:
-    return UserError(
-        f"logger={name} is invalid: the package {name} is not installed. Install it with pip install {name}, or leave "
-        "it out."
-    )
+def check_installed(name: str) -> None:
+    if not is_installed(name):
+        raise UserError(
+            f"logger={name} is invalid: the package {name} is not installed. Install it with pip install {name}, or "
+            "leave it out."
+        )
 
 
 def _log_picture(logger: Logger, name: str, picture: Image.Image, step: int) -> None:
