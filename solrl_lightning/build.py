@@ -280,7 +280,7 @@ def build_training(cfg: Run, prompts: PromptSets, trainer: Trainer) -> tuple[Sol
     device, objective = trainer.strategy.root_device, build_objective(cfg.objective)
     rewards = build_tried_rewards(cfg.reward, cfg.model, prompts, device)
     if cfg.model.gradient_checkpointing == AUTO:  # by the memory beside the rewards
-        from solrl_lightning.sizing.checkpointing import settle_checkpointing
+        from solrl_lightning.sizing.plan import settle_checkpointing
 
         cfg = settle_checkpointing(cfg, device, trainer.world_size)
     module = build_model(cfg, device, cfg.samplers, rewards, prompts.eval[: cfg.data.eval_prompts], objective)

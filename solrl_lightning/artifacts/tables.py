@@ -27,6 +27,21 @@ class Row(NamedTuple):
     expected: str = ""
 
 
+def judged(
+    check: str,
+    result: str,
+    way_out: str,
+    measured: Mapping[str, Any] | None,
+    expected: str,
+    *,
+    wrong: bool = False,
+    slow: bool = False,
+) -> Row:
+    """Return the row of a check; where it is neither ``wrong`` nor ``slow``, it has no ``way_out``."""
+    status = WRONG if wrong else SLOW if slow else OK
+    return Row(check, status, result, way_out if wrong or slow else "", measured, expected)
+
+
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:
     """Write ``facts`` as JSON; NaN and infinities become null."""
     write_atomically(path, (json.dumps(finite_only(facts), indent=2) + "\n").encode())

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
+from solrl_lightning.artifacts.tables import Row, judged
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.machine.attention import without_gradients
 from solrl_lightning.policies.pipeline import PipelineAdapter
@@ -61,8 +61,7 @@ def attention_shapes(model: PipelineAdapter) -> list[Shape]:
 def check_attention(shapes: Iterable[Shape], batches: tuple[int, int], device: torch.device) -> Iterator[Row]:
     """Yield a row for each shape: seconds of the kernel that PyTorch takes and of each that it has, and their errors.
 
-    Args:
-        batches: images of a forward pass that samples, and of a forward and backward pass that trains.
+    ``batches``: images of a forward pass that samples, and of a forward and backward pass that trains.
     """
     for heads, queries, keys, size in shapes:
         sampled, trained = (_operands((batch, heads, queries, keys, size), device) for batch in batches)
@@ -87,10 +86,7 @@ def judge_attention(
 ) -> Row:
     """Return a row: wrong if the chosen kernel is, slow if another one is faster.
 
-    Args:
-        seconds: sampling and training -> kernel -> seconds.
-        errors: kernel -> largest error relative to the largest output.
-        gradients: kernel -> largest error of a gradient relative to the largest one.
+    ``seconds`` are those of sampling and training by kernel; errors are relative to the largest output and gradient.
     """
     parts = [
         f"{what}: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in kernels.items())
@@ -105,14 +101,11 @@ def judge_attention(
         f"errors at most {_TOLERANCE:.1e} of the largest output and {_GRADIENT_TOLERANCE:.1e} of the largest gradient: "
         f"BF16 rounds by 2e-3; chosen at most {_SLOW:g} times the fastest kernel's seconds"
     )
-    if "chosen" in faulty:
-        return Row(check, WRONG, "; ".join(parts), report, measured, expected)
-    fastest = {
-        what: min((name for name in kernels if name not in faulty), key=kernels.__getitem__)
-        for what, kernels in seconds.items()
-    }
-    slow = any(kernels["chosen"] > _SLOW * kernels[fastest[what]] for what, kernels in seconds.items())
-    return Row(check, SLOW if slow else OK, "; ".join(parts), report if slow else "", measured, expected)
+    slow = any(
+        kernels["chosen"] > _SLOW * min((kernels[name] for name in kernels if name not in faulty), default=math.inf)
+        for kernels in seconds.values()
+    )
+    return judged(check, "; ".join(parts), report, measured, expected, wrong="chosen" in faulty, slow=slow)
 
 
 def _operands(shape: tuple[int, int, int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from hydra.utils import instantiate
 from torch import Tensor
 
-from solrl_lightning.artifacts.tables import OK, WRONG, Row
+from solrl_lightning.artifacts.tables import Row, judged
 from solrl_lightning.build import build_transformers
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW
@@ -113,17 +113,17 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
         graphs.append(len(compiler.graphs))
     names = ", ".join([*([POLICY] if trains else []), REFERENCE, *replicas])
     what = f"{names} in batches of {' and '.join(str(len(x)) for x, *_ in (rollout, training))}"
-    yield judge_compilation(graphs[0], graphs[1] - graphs[0], compiler.backend, what)
+    again = graphs[1] - graphs[0]
+    yield judged(
+        "compilation",
+        f"{graphs[0]} graphs of the blocks of {what}, by torch.compile's {compiler.backend}; {again} more after "
+        "requantising",
+        "family.compile=false, and a report of this with doctor.json",
+        {"graphs": graphs[0], "recompilations": again, "backend": compiler.backend},
+        "0 more: a refresh writes in place",
+        wrong=again > 0,
+    )
     if shadow is not None:
         seconds = least_seconds(calls, device)
         speed = judge_speed("blocks", shadow, seconds[SHADOW], seconds[MERGED], compiled)
         yield speed._replace(result=f"{len(rollout[0])} images through {_BLOCKS} of each kind in {speed.result}")
-
-
-def judge_compilation(graphs: int, again: int, compiler: str, what: str) -> Row:
-    text = f"{graphs} graphs of the blocks of {what}, by torch.compile's {compiler}"
-    text += f"; {again} more after requantising"
-    way_out = "family.compile=false, and a report of this with doctor.json" if again else ""
-    measured = {"graphs": graphs, "recompilations": again, "backend": compiler}
-    expected = "0 more: a refresh writes in place"
-    return Row("compilation", WRONG if again else OK, text, way_out, measured, expected)

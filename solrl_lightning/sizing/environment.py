@@ -10,7 +10,7 @@ import huggingface_hub
 from huggingface_hub.errors import HFValidationError, HTTPError
 from torch.utils.collect_env import SystemEnv, get_env_info
 
-from solrl_lightning.artifacts.tables import OK, WRONG, Row
+from solrl_lightning.artifacts.tables import OK, WRONG, Row, judged
 from solrl_lightning.machine.environment import cpu_name, versions
 
 _TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_torch")
@@ -55,15 +55,9 @@ def installed(names: Sequence[str]) -> dict[str, str | None]:
 def judge_transformer_engine(packages: Mapping[str, str | None]) -> Row:
     """Return the row on Transformer Engine. Its first package imports without the second, but cannot compute."""
     half = len({version is None for version in packages.values()}) > 1
-    way_out = "pip install 'transformer-engine[pytorch]', which builds the missing one" if half else ""
-    return Row(
-        "transformer engine",
-        WRONG if half else OK,
-        _listed(packages),
-        way_out,
-        dict(packages),
-        "both packages or none: the first needs the second",
-    )
+    way_out = "pip install 'transformer-engine[pytorch]', which builds the missing one"
+    expected = "both packages or none: the first needs the second"
+    return judged("transformer engine", _listed(packages), way_out, dict(packages), expected, wrong=half)
 
 
 def judge_cuda(system: SystemEnv) -> Row:
@@ -72,11 +66,10 @@ def judge_cuda(system: SystemEnv) -> Row:
     text = f"torch is built for {f'CUDA {built_for}' if built_for else 'the CPU only'}; "
     gpus, expected = "; ".join((system.nvidia_gpu_models or "").splitlines()), "torch finds a GPU where nvidia-smi does"
     text += f"driver {system.nvidia_driver_version} sees {gpus}" if gpus else "nvidia-smi sees no GPU"
-    if not gpus or system.is_cuda_available == "True":
-        return Row("cuda", OK, text, expected=expected)
+    wrong = bool(gpus) and system.is_cuda_available != "True"
     newer = "a driver for that CUDA, or a torch that is built for an older one"
     way_out = f"{newer if built_for else 'a torch that is built for CUDA'}: https://pytorch.org/get-started"
-    return Row("cuda", WRONG, f"{text}; but torch finds none", way_out, expected=expected)
+    return judged("cuda", f"{text}{'; but torch finds none' * wrong}", way_out, None, expected, wrong=wrong)
 
 
 def local_path(source: str) -> Path | None:

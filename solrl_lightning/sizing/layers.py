@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
+from solrl_lightning.artifacts.tables import OK, WRONG, Row, judged
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import BACKENDS
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
@@ -37,10 +37,9 @@ def judge_backend(backend: Backend, device: torch.device, used: bool) -> Row:
         f"{backend.description.rstrip('.')}. Others here: {', '.join(f'{name} ({by})' for name, by in others.items())}"
     )
     expected = "a backend that is not emulated" if device.type == "cuda" else ""
-    if backend.name == "emulated" and device.type == "cuda":
-        faster = [f"precision={name}" for name, by in others.items() if by != "emulated"]
-        return Row("precision", SLOW, text, " or ".join([*faster, NO_SHADOW]), measured, expected)
-    return Row("precision", OK, text, "", measured, expected)
+    faster = [f"precision={name}" for name, by in others.items() if by != "emulated"]
+    slow = backend.name == "emulated" and device.type == "cuda"
+    return judged("precision", text, " or ".join([*faster, NO_SHADOW]), measured, expected, slow=slow)
 
 
 def quantized_shapes(run: Plan) -> dict[tuple[int, int], int]:
@@ -56,13 +55,9 @@ def quantized_shapes(run: Plan) -> dict[tuple[int, int], int]:
 @torch.no_grad()
 def check_layers(run: Plan, backend: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
     """Yield a row on the numbers and the speed of one layer of each shape that the shadow quantises."""
-    assert backend.linear_cls is not None
     for (inputs, outputs), count in quantized_shapes(run).items():
-        torch.compiler.reset()
         linear = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
-        layer = backend.linear_cls(linear)
-        if compiled:
-            layer.compile(fullgraph=backend.fullgraph, dynamic=False)
+        layer = quantized_layer(backend, linear, compiled)
         rows = min(count * batch, _MOST_ROWS[device.type])
         x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
         y = layer(x)
@@ -70,8 +65,7 @@ def check_layers(run: Plan, backend: Backend, batch: int, device: torch.device, 
         error = largest_error(y, x, linear, backend.precision, limit)
         if device.type == "cpu" and not has_fast_bf16_products():
             use_fp32_products(linear)
-        # An eager layer caches the quantised input of the last tensor; a view is another tensor.
-        calls = {"bf16": partial(linear, x), "layer": partial(lambda layer, x: layer(x.view_as(x)), layer, x)}
+        calls = {"bf16": partial(linear, x), "layer": partial(_fresh, layer, x)}
         seconds = least_seconds(calls, device)
         speed = judge_speed(f"layer {inputs}->{outputs}", backend, seconds["layer"], seconds["bf16"], compiled)
         yield judge_error(speed._replace(result=f"{rows} rows in {speed.result}"), error, backend.precision)
@@ -97,7 +91,8 @@ def compare_backends(run: Plan, chosen: Backend, batch: int, device: torch.devic
     failures = dict[str, str]()
     for name, backend in native_backends(device).items():
         try:
-            calls[name] = build_call(backend, linear, x, compiled)
+            layer = quantized_layer(backend, linear, compiled)
+            calls[name] = partial(_fresh, layer, x)
             calls[name]()
         except Exception as error:  # of a kernel, a compiler or an extension that this row is to find
             calls.pop(name, None)
@@ -106,14 +101,18 @@ def compare_backends(run: Plan, chosen: Backend, batch: int, device: torch.devic
     yield judge_backends(f"backends {inputs}->{outputs}", f"{chosen.precision} ({chosen.name})", seconds, failures)
 
 
-def build_call(backend: Backend, linear: nn.Linear, x: Tensor, compiled: bool) -> Callable[[], Any]:
-    """Return a call of ``linear`` quantised by the backend, on x."""
+def quantized_layer(backend: Backend, linear: nn.Linear, compiled: bool) -> nn.Module:
     assert backend.linear_cls is not None
     torch.compiler.reset()
     layer = backend.linear_cls(linear)
     if compiled:
         layer.compile(fullgraph=backend.fullgraph, dynamic=False)
-    return lambda: layer(x.view_as(x))  # an eager layer caches its last input; a view is another tensor
+    return layer
+
+
+def _fresh(layer: nn.Module, x: Tensor) -> Tensor:
+    """Call an eager layer, which caches the quantised input of the last tensor; a view is another tensor."""
+    return layer(x.view_as(x))
 
 
 def judge_backends(check: str, chosen: str, seconds: Mapping[str, float], failures: Mapping[str, str]) -> Row:
@@ -125,11 +124,8 @@ def judge_backends(check: str, chosen: str, seconds: Mapping[str, float], failur
     fastest = min(seconds, key=seconds.__getitem__)
     precision, _, backend = fastest.partition(" ")
     way_out = f"precision={precision} precision.backend={backend.strip('()')}" if backend else NO_SHADOW
-    if chosen in failures:
-        return Row(check, WRONG, text, way_out, measured, expected)
-    if chosen in seconds and seconds[fastest] < _FASTER * seconds[chosen]:
-        return Row(check, SLOW, text, way_out, measured, expected)
-    return Row(check, OK, text, "", measured, expected)
+    slow = seconds[fastest] < _FASTER * seconds.get(chosen, 0)
+    return judged(check, text, way_out, measured, expected, wrong=chosen in failures, slow=slow)
 
 
 def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, limit: float | None = None) -> float:
@@ -158,7 +154,7 @@ def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compi
     quantized = backend.name != "emulated" and backend.linear_cls is not None
     expected, slow = "at most BF16's seconds" if quantized else "", quantized and seconds > bf16
     way_out = f"{'another precision' if compiled else 'family.compile=true'}, or {NO_SHADOW}"
-    return Row(check, SLOW if slow else OK, text, way_out if slow else "", measured, expected)
+    return judged(check, text, way_out, measured, expected, slow=slow)
 
 
 def judge_error(speed: Row, error: float, precision: str) -> Row:
@@ -168,7 +164,7 @@ def judge_error(speed: Row, error: float, precision: str) -> Row:
     measured = {**(speed.measured or {}), "error": error, "tolerance": tolerance}
     of_error = f"an error of at most {tolerance:.1e}: BF16 rounds outputs, and compiled code the inputs"
     expected = "; ".join(filter(None, [of_error, speed.expected]))
-    if not error <= tolerance:
-        way_out = "precision.backend=emulated, and a report of this with doctor.json"
-        return Row(speed.check, WRONG, text, way_out, measured, expected)
-    return speed._replace(result=text, measured=measured, expected=expected)
+    row = speed._replace(result=text, measured=measured, expected=expected)
+    if error <= tolerance:
+        return row
+    return row._replace(status=WRONG, way_out="precision.backend=emulated, and a report of this with doctor.json")

@@ -3,8 +3,9 @@
 The model is built on the device ``meta``, where tensors have shapes but no numbers, and is called as in a run.
 """
 
+import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -13,14 +14,16 @@ from hydra.utils import instantiate
 
 from solrl_lightning.artifacts.files import CHECKPOINT_BYTES
 from solrl_lightning.build import build_objective, quantization_rule, trained_as, with_option
+from solrl_lightning.machine.memory import total_memory
 from solrl_lightning.names import SHADOW, TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan as PlanOptions
 from solrl_lightning.policies.architectures import Architecture, find_architecture
 from solrl_lightning.policies.base_weights import block_linears
 from solrl_lightning.policies.checkpointing import blocks_of
+from solrl_lightning.policies.config_files import config_folder
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.quantization import Backend, LayerPlan
+from solrl_lightning.quantization import Backend, LayerPlan, resolve_from
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.quantization.backends import PACKED_BITS, Hardware, hardware_of
 from solrl_lightning.quantization.first_run import first_run
@@ -28,6 +31,7 @@ from solrl_lightning.rollout.stage import Sigmas
 from solrl_lightning.sizing.footprint import (
     OPTIONS,
     RECOMPUTED,
+    RESERVE,
     Footprint,
     Latents,
     Options,
@@ -41,9 +45,11 @@ from solrl_lightning.sizing.footprint import (
     separate_bytes,
     stored_bytes,
 )
-from solrl_lightning.sizing.trace import CHECKPOINTING, Passes, trace
+from solrl_lightning.sizing.trace import Passes, trace
 
+log = logging.getLogger(__name__)
 Json = dict[str, Any]
+_ALLOCATOR = 2e9  # bytes of CUDA and of the allocator's cache
 
 
 class Plan(NamedTuple):
@@ -61,11 +67,6 @@ class Plan(NamedTuple):
     here: Options  # as they are on this device
     shadows: Mapping[Backend, int]  # bytes by backend
 
-    @property
-    def peak(self) -> int:
-        """The most bytes that the run holds."""
-        return self.footprint.peak(self.here)
-
 
 class Card(NamedTuple):
     """A GPU that a run may fit."""
@@ -77,15 +78,14 @@ class Card(NamedTuple):
 def plan_run(
     cfg: Run,
     backend: Backend,
-    recomputed: Collection[bool | str] = CHECKPOINTING,
     devices: int = 1,
     others: Iterable[Backend] = (),
     room: float = math.inf,
 ) -> Plan:
     """Build the run's model on ``meta`` with its bytes on one of ``devices``.
 
-    ``recomputed``: as in ``trace``. ``others``: further backends of the shadow to compute the bytes of. ``room``: bytes
-    of a device for it, by which ``model.gradient_checkpointing=auto`` is chosen.
+    ``others``: further backends of the shadow to compute the bytes of. ``room``: bytes of a device for it, by which
+    ``model.gradient_checkpointing=auto`` is chosen.
     """
     model = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
     architecture = find_architecture(model.pretrained, model.pipeline_class)
@@ -96,7 +96,7 @@ def plan_run(
     blocks = blocks_of(model.transformer)
     gathered = gathered_bytes(model.transformer, blocks, cfg.model.train == "full") if cfg.is_sharded else 0
     stored = stored_bytes(bytes_of(model.transformer), block_linears(model.transformer).values())
-    passes, trained = trace(model, trained_as(cfg.model, cfg.seed, cfg.is_sharded), recomputed)
+    passes, trained = trace(model, trained_as(cfg.model, cfg.seed, cfg.is_sharded))
     trained_weights = sum(weight.numel() for weight in trained.state(TRAINED).values())
     average = 4 * trained_weights
     beside = separate_bytes((trained.transformer, trained.weights), weights.values())
@@ -151,6 +151,29 @@ def without_files(cfg: Run) -> Run:
     policy: dict[str, Any] = changed.model.policy  # type: ignore[assignment]
     policy.update(dict.fromkeys({"embeddings", "preview_decoder", "transformer_weights", "fused_lora"} & policy.keys()))
     return changed
+
+
+def settle_checkpointing(cfg: Run, device: torch.device, devices: int = 1) -> Run:
+    """Return the options for training on one of ``devices`` with a choice for ``auto``, and log it.
+
+    Call it when the rewards are on the device: they may take more than `RESERVE`.
+    """
+    blocks: Any = True
+    if config_folder(cfg.model.pretrained) is None:
+        log.info("%s=auto is true: there are no config files of %s to plan by", RECOMPUTED, cfg.model.pretrained)
+    else:
+        room = total_memory(device) - RESERVE * 1e9
+        if device.type == "cuda":
+            room = min(room, torch.cuda.mem_get_info(device)[0] - _ALLOCATOR)
+        backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
+        run = plan_run(without_files(cfg), backend, devices=devices, room=room)
+        blocks = run.here[RECOMPUTED]
+        log.info("%s", run.footprint.explain(run.options, room))
+    settled = cfg.model_copy(deep=True)
+    settled.model.gradient_checkpointing = blocks
+    policy: dict[str, Any] = settled.model.policy  # type: ignore[assignment]
+    policy.update(dict.fromkeys(policy.keys() & {"gradient_checkpointing"}, blocks))
+    return settled
 
 
 def pool_latents(cfg: Run, shape: Sequence[int], sigmas: Sigmas, devices: int = 1) -> Latents:

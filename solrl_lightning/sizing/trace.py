@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,14 +88,9 @@ class PeakBytes(TorchDispatchMode):
 
 
 def trace(
-    model: PipelineAdapter,
-    train: Callable[[ModelMixin], TrainedTransformer],
-    recomputed: Collection[bool | str] = CHECKPOINTING,
+    model: PipelineAdapter, train: Callable[[ModelMixin], TrainedTransformer]
 ) -> tuple[Passes, TrainedTransformer]:
-    """Build the passes of a model on ``meta``, and its trained transformer, which ``train`` makes of the loaded one.
-
-    ``recomputed``: the values of model.gradient_checkpointing to find the activations of.
-    """
+    """Build the passes of a model on ``meta``, and its trained transformer, which ``train`` makes of the loaded one."""
     images = 2  # for a batch of one, some operators return views instead of copies
     transformer, vae = model.transformer, model.pipeline.vae
     conditioning = model.encode(images * [Prompt("a prompt")])
@@ -121,7 +116,7 @@ def trace(
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(free_gradient)
     peaks: dict[bool | str, int] = {}
-    for blocks in recomputed:
+    for blocks in CHECKPOINTING:
         # Tensor.backward runs outside of the mode, so recomputation enters another mode.
         checkpoint_blocks(transformer, blocks, context_fn=lambda: (nullcontext(), FusedAttention()))
         with FusedAttention(), PeakBytes(transformer) as training:

@@ -12,11 +12,10 @@ from PIL import Image
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.pictures import to_png
-from solrl_lightning.artifacts.tables import OK, WRONG, Row
+from solrl_lightning.artifacts.tables import OK, Row, judged
 from solrl_lightning.build import build_objective, build_rewards, with_option
 from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.machine.memory import peak_memory
-from solrl_lightning.options.reward import REWARD_FILES
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
 from solrl_lightning.rewards.base import Reward
@@ -45,38 +44,28 @@ def judge_memory(footprint: Footprint, options: Options, total: int, parts: Mapp
     )
     measured = {"planned": planned, "total": total, "parts": dict(parts)}
     expected = f"at most {total / 1e9:.3g} GB: the memory of the device"
-    if planned <= total:
-        return Row("memory", OK, text, "", measured, expected)
     smaller = fit(footprint, options, total)
     fits = footprint.peak(smaller) <= total
     way_out = " ".join(overrides(smaller, options)) if fits else "a smaller model, or a device with more memory"
-    return Row("memory", WRONG, text, way_out, measured, expected)
+    return judged("memory", text, way_out, measured, expected, wrong=planned > total)
 
 
 def run_files(cfg: Run) -> dict[str, str]:
     """Return the paths or hub ids of a run's files by key. The embedded model and random weights need none."""
     names = ["pretrained", "preview_decoder", "transformer_weights"] if cfg.model.weights == "pretrained" else []
     models = {f"model.{name}": getattr(cfg.model, name) for name in names}
-    return {key: source for key, source in models.items() if source not in (None, "tiny")} | reward_files(cfg)
-
-
-def reward_files(cfg: Run) -> dict[str, str]:
-    """Return the paths or hub ids of the rewards' files by key."""
-    files: dict[str, str] = {}
-    for name, member in cfg.reward.members.items():
-        if "pretrained" in member and cfg.reward.pretrained is not None:
-            member["pretrained"] = cfg.reward.pretrained
-        files |= {f"reward.{name}.{k}": member[k] for k in REWARD_FILES if k in member}
-    return files
+    return {key: source for key, source in models.items() if source not in (None, "tiny")} | cfg.reward.files
 
 
 def with_local_rewards(cfg: Run) -> Run:
     """Return a copy with local folders instead of hub ids, so that loading does not access the hub."""
     changed = cfg.model_copy(deep=True)
-    changed.reward.pretrained = None
-    for key, source in reward_files(cfg).items():
-        _, name, part = key.split(".")
-        changed.reward.entries[name][part] = str(local_path(source))
+    for key, source in cfg.reward.files.items():
+        _, *name, part = key.split(".")
+        if name:
+            changed.reward.entries[name[0]][part] = str(local_path(source))
+        else:
+            changed.reward.pretrained = str(local_path(source))
     return changed
 
 

@@ -35,17 +35,12 @@ from solrl_lightning.sizing.trial import (
     check_rewards,
     footprint_here,
     judge_memory,
-    reward_files,
     run_files,
 )
 
 
 def doctor(cfg: Run) -> Json:
-    """Print each row when it is measured, and write it to ``doctor.json``.
-
-    Raises:
-        CheckFailed: a row is wrong.
-    """
+    """Print each row when it is measured, and write it to ``doctor.json``. CheckFailed if a row is wrong."""
     start, rows, path = time.perf_counter(), list[Row](), Path(cfg.run_dir) / "doctor.json"
     logging.disable(logging.INFO)  # messages of a run's start would appear between the rows
     try:
@@ -123,7 +118,7 @@ def check_run(cfg: Run) -> Iterator[Row]:
     if run.options != run.here:
         memory = memory._replace(result=f"{memory.result}; {run.footprint.explain(run.options, room)}")
     yield memory
-    absent = [key for key, source in reward_files(cfg).items() if local_path(source) is None]
+    absent = [key for key, source in cfg.reward.files.items() if local_path(source) is None]
     if absent:
         reward_rows = [Row("reward", SKIPPED, f"the files of {', '.join(absent)} are not on this machine")]
     else:

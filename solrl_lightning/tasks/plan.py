@@ -54,7 +54,7 @@ def plan(cfg: Run) -> Json:
         },
         "gradient_checkpointing": run.here[RECOMPUTED],
         "checkpoint_bytes": run.checkpoint_bytes,
-        "planned_peak": run.peak,
+        "planned_peak": run.footprint.peak(run.here),
         "reserve": task.reserve,
         "cards": [on_card(run, *each, task) for each in zip(cards, backends, strict=True)],
         "weights_to_one_copy": {**copies, "published": float(PUBLISHED_COPIES)},

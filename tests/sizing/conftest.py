@@ -27,10 +27,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace a model, as it is trained, for the first plan of it."""
 
-    def trace_once(model: Any, train: Callable[[Any], Any], recomputed: Any) -> Any:
-        key = repr((model.transformer.config, train, recomputed))
+    def trace_once(model: Any, train: Callable[[Any], Any]) -> Any:
+        key = repr((model.transformer.config, train))
         if key not in _traced:
-            _traced[key], trained = trace(model, train, recomputed)
+            _traced[key], trained = trace(model, train)
             return _traced[key], trained
         with torch.device(model.device):
             return _traced[key], train(model.transformer)
@@ -43,5 +43,5 @@ def embedded_plan(compose: Callable[..., Run]) -> Plan:
     """The plan of the embedded model with an emulated NVFP4 shadow, made once."""
     if not _plans:
         backend = resolve("nvfp4", "emulated", torch.device("cpu"))
-        _plans.append(plan_run(without_files(compose()), backend, recomputed=(False,)))
+        _plans.append(plan_run(without_files(compose()), backend))
     return _plans[0]

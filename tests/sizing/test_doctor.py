@@ -58,7 +58,7 @@ def test_wrong_row_gives_status_1_and_a_complete_report(command: Callable[..., A
     report = json.loads((tmp_path / "out" / "doctor.json").read_text())
     assert report["counts"]["wrong"] == 1
     (row,) = (row for row in report["rows"] if row["status"] == "wrong")
-    assert row["check"] == "set-up" and "Use precision.backend=emulated" in row["result"]
+    assert row["check"] == "set-up" and "use precision.backend=emulated" in row["result"]
 
 
 def test_skipped_row_has_its_reason(compose: Compose, monkeypatch: Patch) -> None:
@@ -67,7 +67,7 @@ def test_skipped_row_has_its_reason(compose: Compose, monkeypatch: Patch) -> Non
     cfg = compose("task=doctor", "trainer=cpu", "reward=clipscore", "reward.pretrained=nobody/nowhere")
     skipped = {row.check: row.result for row in check_run(cfg) if row.status == SKIPPED}
     assert skipped.keys() == {"reward", "iterations"}
-    assert all("reward.clipscore.pretrained" in actual for actual in skipped.values())
+    assert all("reward.pretrained" in actual for actual in skipped.values())
 
 
 def test_error_in_a_check_becomes_a_wrong_row() -> None:

@@ -23,7 +23,6 @@ from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.quantization.backends import PACKED_BITS, Hardware
 from solrl_lightning.rollout.stage import Stage, velocities_per_prompt
-from solrl_lightning.sizing.checkpointing import settle_checkpointing
 from solrl_lightning.sizing.footprint import (
     OPTIONS,
     RECOMPUTED,
@@ -35,7 +34,7 @@ from solrl_lightning.sizing.footprint import (
     overrides,
     replica_bytes,
 )
-from solrl_lightning.sizing.plan import Card, on_card, pool_latents
+from solrl_lightning.sizing.plan import Card, on_card, pool_latents, settle_checkpointing
 from solrl_lightning.sizing.trace import FusedAttention, Passes, PeakBytes, count_tokens, trace
 from solrl_lightning.tasks.plan import plan
 from tests.nano import adapters
@@ -167,7 +166,7 @@ def test_auto_is_the_same_in_plan_and_run(compose: Compose, monkeypatch: pytest.
     assert none > selective > every
     caplog.set_level("INFO")
     for free, blocks in ((none - 1, "selective"), (selective - 1, True)):
-        for module in ("solrl_lightning.tasks.plan", "solrl_lightning.sizing.checkpointing"):
+        for module in ("solrl_lightning.tasks.plan", "solrl_lightning.sizing.plan"):
             monkeypatch.setattr(f"{module}.total_memory", lambda device, free=free: free + 6 * 10**9)
         if blocks is not True:
             assert plan(compose("task=plan", ONE_CARD, *options))["gradient_checkpointing"] == blocks

@@ -13,7 +13,7 @@ from solrl_lightning.rewards.geneval_metadata import broken_rule
 from solrl_lightning.sizing import trial
 from solrl_lightning.sizing.footprint import OPTIONS, Footprint, Latents
 from solrl_lightning.sizing.plan import Plan, plan_run, without_files
-from solrl_lightning.sizing.trial import footprint_here, judge_memory, reward_files, run_files, smoke_config
+from solrl_lightning.sizing.trial import footprint_here, judge_memory, run_files, smoke_config
 
 Compose = Callable[..., Run]
 CPU = torch.device("cpu")
@@ -81,6 +81,6 @@ def test_random_weights_and_the_embedded_model_need_no_files(compose: Compose) -
     assert run_files(compose("task=doctor")) == {}
     assert run_files(compose("task=doctor", "model=flux1", "model.weights=random")) == {}
     flux = compose("task=doctor", "model=flux1", "reward=pickscore", "reward.pretrained=mine/own")
-    assert run_files(flux) == {"model.pretrained": "black-forest-labs/FLUX.1-dev"} | reward_files(flux)
-    assert reward_files(flux)["reward.pickscore.pretrained"] == "mine/own"
-    assert "reward.pickscore.processor" in reward_files(flux)
+    assert run_files(flux) == {"model.pretrained": "black-forest-labs/FLUX.1-dev"} | flux.reward.files
+    assert flux.reward.files["reward.pretrained"] == "mine/own"
+    assert "reward.pickscore.processor" in flux.reward.files
