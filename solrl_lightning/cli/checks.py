@@ -151,8 +151,7 @@ def downloads(options: Run) -> tuple[dict[str, str], list[str], str | None]:
         models |= {"model.pretrained": model.pretrained, "model.transformer_weights": model.transformer_weights}
         models |= {"model.fused_lora": model.fused_lora and model.fused_lora.rpartition("/")[0]}
     if not {"train", "eval", "reward"}.isdisjoint(reads):  # only these tasks load rewards
-        replaced = ".pretrained" if options.reward.pretrained else " "
-        models |= {k: file for k, file in options.reward.files.items() if k.count(".") == 1 or not k.endswith(replaced)}
+        models |= options.reward.files
     datasets = [dataset_of(source) for source in sources(options).values()]
     return {key: str(name) for key, name in models.items()}, [name for name in datasets if name], model.needs
 

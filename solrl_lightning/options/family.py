@@ -65,10 +65,8 @@ class Exploration(Stage):
         """Return a stage per rung; without rungs one, which keeps ``keep``.
 
         ``key``: of this explorer. ``solver``: where it has none. The ``step`` of a rung and that of a noise level are a
-        stage's ``stop_after``; null, or the last of ``steps``, goes to the end of the trajectory.
-
-        Raises:
-            UserError: a noise level is that of the last step, or a rung is not after the one before it.
+        stage's ``stop_after``; null, or the last of ``steps``, goes to the end of the trajectory. UserError if a noise
+        level is that of the last step, or a rung is not after the one before it.
         """
         steps = self.steps
         stops = [
@@ -153,10 +151,8 @@ class Family(Pool):
     def stages(self, sigmas: Sigmas, solver: Any = None, shared_noise: bool = False) -> list[Stage]:
         """Return the passes over the pool: those that explore, if it does, and the one that regenerates.
 
-        Args:
-            sigmas: the model's noise levels.
-            solver: the solver of the last pass, if the objective has its own.
-            shared_noise: of a family that does not explore; those that do rank start noises.
+        ``solver``: of the last pass, if the objective has its own. ``shared_noise``: of a family that does not explore;
+        those that do rank start noises.
         """
         last = self.regenerate.but(solver=solver or self.regenerate.solver)
         if self.explore is None:

@@ -10,11 +10,8 @@ _EPS = "a finite number of at least 1e-30, as float32 takes smaller ones for 0 a
 
 
 def are_decays(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) >= 2
-        and all(type(decay) in (int, float) and 0 <= decay < 1 for decay in value)
-    )
+    numbers = value if isinstance(value, list) else []
+    return len(numbers) >= 2 and all(type(decay) in (int, float) and 0 <= decay < 1 for decay in numbers)
 
 
 class Optimizer(TypedDict, total=False):

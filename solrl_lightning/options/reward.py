@@ -13,7 +13,6 @@ from solrl_lightning.rewards.addresses import check_url
 
 HTTP = "solrl_lightning.rewards.http.HTTPReward"
 VLM = "solrl_lightning.rewards.vlm.VLMReward"
-VLM_LOCAL = "solrl_lightning.rewards.vlm_local.LocalVLMReward"
 GENEVAL = "solrl_lightning.rewards.geneval.GenEval"
 REWARD_FILES = ("pretrained", "processor", "tokenizer", "head", "detector")  # keys of a reward's hub ids and paths
 
@@ -55,16 +54,18 @@ class Reward(Group):
         return copy.deepcopy(self.entries)
 
     @property
-    def files(self) -> dict[str, str | None]:
-        """The hub ids and paths of the rewards by key."""
-        members = self.members.items()
-        parts = {f"reward.{n}.{part}": each[part] for n, each in members for part in REWARD_FILES if part in each}
-        return {"reward.pretrained": self.pretrained, **parts}
+    def files(self) -> dict[str, str]:
+        """The hub ids and paths of the rewards by key, with ``pretrained`` in place of the one that it overrides."""
+        files = {"reward.pretrained": self.pretrained} if self.pretrained else {}
+        for name, member in self.entries.items():
+            parts = [part for part in REWARD_FILES if part in member and (part != "pretrained" or not self.pretrained)]
+            files |= {f"reward.{name}.{part}": member[part] for part in parts}
+        return files
 
     @property
     def name(self) -> str:
         """The reward that is trained on, as ``WeightedRewards.name``."""
-        return next(iter(self.members)) if len(self.members) == 1 else "weighted_sum"
+        return next(iter(self.entries)) if len(self.entries) == 1 else "weighted_sum"
 
     @model_validator(mode="before")
     @classmethod

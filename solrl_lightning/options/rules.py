@@ -102,10 +102,14 @@ def number(rule: str, holds: Callable[[float], bool], fix: str = _DEFAULT) -> Pl
     return must_be(rule, lambda value: type(value) in (int, float) and math.isfinite(value) and holds(value), fix)
 
 
+def is_one(*values: Any) -> Callable[[Any], bool]:
+    """Return whether a value is one of these and of the same type: of batches, 1 is one and 1.0 is all."""
+    return lambda value: any(type(value) is type(each) and value == each for each in values)
+
+
 def one_of(*choices: bool | str) -> PlainValidator:
     """Make a check where ``Literal`` does not do: it takes 1 and 1.0 for True."""
-    rule = f"one of {', '.join(str(choice).lower() for choice in choices)}"
-    return must_be(rule, lambda value: any(type(value) is type(choice) and value == choice for choice in choices))
+    return must_be(f"one of {', '.join(str(choice).lower() for choice in choices)}", is_one(*choices))
 
 
 Node = Annotated[
@@ -115,7 +119,7 @@ Node = Annotated[
         lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
     ),
 ]
-"""The arguments of a class or function; ``nodes`` checks them where they are used."""
+"""The arguments of a class or function; ``targets`` checks them where they are used."""
 Count = Annotated[int, whole(1)]
 CountOrZero = Annotated[int, whole(0)]
 CountOrAuto = Annotated[

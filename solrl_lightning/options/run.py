@@ -7,14 +7,13 @@ from typing import Any, Literal, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from typing_extensions import is_typeddict
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import SHADOW, Storage, TrainingSampler
 from solrl_lightning.options.data import Data
 from solrl_lightning.options.explorers import Explorers
-from solrl_lightning.options.family import Exploration, Family
+from solrl_lightning.options.family import Family
 from solrl_lightning.options.model import Model, Policy
 from solrl_lightning.options.optimizer import Optimizer
 from solrl_lightning.options.precision import Precision
@@ -35,7 +34,7 @@ from solrl_lightning.options.rules import (
     is_reference,
 )
 from solrl_lightning.options.task import AnyTask, Audit, Generate, Plan, Task
-from solrl_lightning.options.trainer import Trainer, is_sharded
+from solrl_lightning.options.trainer import SHARDED, Trainer
 
 _Task = TypeVar("_Task", bound=Task)
 
@@ -110,27 +109,22 @@ class Run(Group):
         try:
             tree = _at_home(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
         except OmegaConfBaseException:  # an invalid value may be why others that refer to it have none
-            tree = OmegaConf.to_container(cfg, resolve=False)
-            for error in cls._errors(tree):
-                if not is_reference(error["input"]):
-                    raise explain(error) from None
+            try:
+                cls.model_validate(OmegaConf.to_container(cfg, resolve=False))
+            except ValidationError as invalid:
+                for error in invalid.errors():
+                    if not is_reference(error["input"]):
+                        raise explain(error) from None
             raise
         return cls.of_tree(tree)
 
     @classmethod
     def of_tree(cls, tree: Any) -> "Run":
         """Return the options of resolved values, as `tree` gives them."""
-        for error in cls._errors(tree):
-            raise explain(error)
-        return cls.model_validate(tree)
-
-    @classmethod
-    def _errors(cls, tree: Any) -> list[ErrorDetails]:
         try:
-            cls.model_validate(tree)
+            return cls.model_validate(tree)
         except ValidationError as error:
-            return error.errors()
-        return []
+            raise explain(error.errors()[0]) from None
 
     @classmethod
     def defaults(cls, parent: str) -> list[str]:
@@ -188,7 +182,8 @@ class Run(Group):
     @property
     def is_sharded(self) -> bool:
         """Whether the ranks share the weights, as with trainer=fsdp."""
-        return is_sharded(self.trainer)
+        strategy: Any = self.trainer.get("strategy")
+        return isinstance(strategy, dict) and strategy.get("_target_") == SHARDED
 
     @property
     def lora(self) -> str | None:
@@ -208,16 +203,13 @@ class Run(Group):
     # Rules over several groups
 
     def check(self) -> None:
-        for check in (
-            self.check_policy,
-            self.check_training,
-            self.check_exploration,
-            self.check_compilation,
-            self.check_full,
-            self.check_sharded,
-            self.check_explorers,
-        ):
-            check()
+        self.check_policy()
+        self.check_training()
+        self.check_exploration()
+        self.check_compilation()
+        self.check_full()
+        self.check_sharded()
+        self.check_explorers()
 
     def check_policy(self) -> None:
         known = self.model.model_dump(exclude={"policy"})
@@ -251,13 +243,10 @@ class Run(Group):
             raise Broken(f"it must be {folder}, as ckpt=last reads from it.", "callbacks.checkpoint.dirpath", fix)
 
     def check_exploration(self) -> None:
-        explorers: dict[str, Exploration] = (
-            {} if self.family.explore is None else {"family.explore": self.family.explore}
-        )
-        if isinstance(self.task, Audit):
-            explorers |= {f"task.proxies.{index}": each for index, each in enumerate(self.task.proxies)}
-        for key, explorer in explorers.items():
-            self.check_decoder(f"{key}.decoder", explorer.decoder)
+        if self.family.explore is not None:
+            self.check_decoder("family.explore.decoder", self.family.explore.decoder)
+        for index, proxy in enumerate(self.task.proxies if isinstance(self.task, Audit) else ()):
+            self.check_decoder(f"task.proxies.{index}.decoder", proxy.decoder)
 
     def check_decoder(self, key: str, decoder: str) -> None:
         """Raise UserError if ``decoder``, the value of ``key``, is "preview" without ``model.preview_decoder``."""
@@ -288,10 +277,9 @@ class Run(Group):
             return
         if type(self.task) not in (Task, Plan):
             raise UserError("trainer=fsdp is invalid: only task=train shards the weights. Set trainer=auto.")
-        shadow = self.family.explore is not None and self.family.explore.sampler == SHADOW
         grid = self.callback("sample_grid").get("every")
         rules = {
-            "family.explore.sampler=shadow": (shadow, "family=prefix"),
+            "family.explore.sampler=shadow": (SHADOW in self.family.exploring_samplers, "family=prefix"),
             "family.compile=true": (self.family.compile is True, "family.compile=false"),
             "compile_training=true": (self.compile_training is True, "compile_training=false"),
             f"base_weights={self.base_weights}": (self.base_weights != "bfloat16", "base_weights=bfloat16"),
@@ -306,17 +294,11 @@ class Run(Group):
 
     def check_full(self) -> None:
         """Raise UserError for an option of frozen weights or of a LoRA with model.train=full, which has neither."""
-        if self.model.train != "full":
-            return
-        lora = self.model.init_lora
-        storage = self.base_weights
-        rules = {
-            f"base_weights={storage}": (storage != "bfloat16", "it stores frozen weights", "base_weights=bfloat16"),
-            f"model.init_lora={lora}": (lora is not None, "it starts a LoRA", "model.init_lora=null"),
-        }
-        for option, (broken, use, fix) in rules.items():
-            if broken:
-                raise UserError(f"{option} is invalid: {use}, and model.train=full has none. Set {fix}.")
+        rule = "model.train=full has no frozen weights and no LoRA."
+        if self.model.train == "full" and self.base_weights != "bfloat16":
+            raise Broken(rule, "base_weights", "Set base_weights=bfloat16.")
+        if self.model.train == "full" and self.model.init_lora is not None:
+            raise Broken(rule, "model.init_lora", "Set model.init_lora=null.")
 
     def check_explorers(self) -> None:
         """Raise unless a run with explorers explores."""

@@ -7,7 +7,7 @@ from pydantic import PlainValidator
 from typing_extensions import Required, TypedDict
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.options.rules import NODE, Broken, Count, is_whole, must_be, one_of
+from solrl_lightning.options.rules import NODE, Broken, Count, is_one, is_whole, must_be, one_of
 
 SHARDED = "solrl_lightning.training.sharding.ShardedBase"
 _STRATEGIES = ("auto", "single_device", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
@@ -20,15 +20,10 @@ def _are_devices(value: Any) -> bool:
     return is_whole(value) or value == -1 or re.fullmatch(r"auto|-1|[1-9]\d*|(\d+,)+\d*", str(value)) is not None
 
 
-def _is(*values: Any) -> Any:
-    """Return whether a value is one of these and of the same type: of batches, 1 is one and 1.0 is all."""
-    return lambda value: any(type(value) is type(each) and value == each for each in values)
-
-
 Devices = must_be("auto, a number of devices, or a list of their indices such as [0,1]", _are_devices)
 Dtype = must_be(
     "32-true, as every dtype is set in the code and Lightning casts nothing",
-    _is(None, 32, "32", "32-true"),
+    is_one(None, 32, "32", "32-true"),
     "Leave it out.",
 )
 
@@ -69,19 +64,19 @@ class Trainer(TypedDict, total=False):
     """Lightning must not cast."""
     strategy: Annotated[Any, Strategy]
     """How the ranks work together."""
-    accumulate_grad_batches: Annotated[int, must_be("1", _is(1), f"{_ONE_STEP}, or set model.micro_batch=<rows>.")]
+    accumulate_grad_batches: Annotated[int, must_be("1", is_one(1), f"{_ONE_STEP}, or set model.micro_batch=<rows>.")]
     """Follows from ``model.micro_batch``."""
-    check_val_every_n_epoch: Annotated[int | None, must_be("1", _is(None, 1), "Set evaluation.every=<iterations>.")]
+    check_val_every_n_epoch: Annotated[int | None, must_be("1", is_one(None, 1), "Set evaluation.every=<iterations>.")]
     """Follows from ``evaluation.every``."""
-    limit_train_batches: Annotated[float | None, must_be("1.0", _is(None, 1.0), f"{_ONE_STEP}.")]
+    limit_train_batches: Annotated[float | None, must_be("1.0", is_one(None, 1.0), f"{_ONE_STEP}.")]
     """All of them."""
-    overfit_batches: Annotated[float, must_be("0.0", _is(0, 0.0), f"{_ONE_STEP}.")]
+    overfit_batches: Annotated[float, must_be("0.0", is_one(0, 0.0), f"{_ONE_STEP}.")]
     """None of them alone."""
-    fast_dev_run: Annotated[Any, must_be("false", _is(False), f"{_ONE_STEP}, or use experiment=smoke.")]
+    fast_dev_run: Annotated[Any, must_be("false", is_one(False), f"{_ONE_STEP}, or use experiment=smoke.")]
     """Limits batches, epochs, loggers and checkpoints."""
-    val_check_interval: Annotated[float | None, must_be("1.0", _is(None, 1.0), "Set evaluation.every=<iterations>.")]
+    val_check_interval: Annotated[float | None, must_be("1.0", is_one(None, 1.0), "Set evaluation.every=<iterations>.")]
     """Follows from ``evaluation.every``."""
-    max_time: Annotated[Any, must_be("null", _is(None), "Set max_seconds=<seconds>.")]
+    max_time: Annotated[Any, must_be("null", is_one(None), "Set max_seconds=<seconds>.")]
     """Follows from ``max_seconds``."""
     logger: Annotated[Any, _made_of("logger", "Choose one with logger=<option>, as logger=none.")]
     """Follows from the group."""
@@ -99,12 +94,6 @@ def named_devices(trainer: Trainer) -> list[int]:
     if isinstance(devices, str) and "," in devices:  # Lightning's form of a list
         return [int(index) for index in devices.split(",") if index]
     return list(devices) if isinstance(devices, list) else []
-
-
-def is_sharded(trainer: Trainer) -> bool:
-    """Return whether the ranks share the weights, as with trainer=fsdp."""
-    strategy: Any = trainer.get("strategy")
-    return isinstance(strategy, dict) and strategy.get("_target_") == SHARDED
 
 
 def check_shares(per_iteration: int, evaluated: int, ranks: int) -> None:

@@ -97,8 +97,8 @@ def test_families_train_and_replicas_follow(tmp_path: Path, family: str) -> None
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("base_weights=int8", "base_weights=int8 is invalid: it stores frozen weights, and model.train=full has none"),
-        ("model.init_lora=a", "model.init_lora=a is invalid: it starts a LoRA, and model.train=full has none"),
+        ("base_weights=int8", "base_weights=int8 is invalid: model.train=full has no frozen weights"),
+        ("model.init_lora=a", "model.init_lora=a is invalid: model.train=full has no frozen weights and no LoRA"),
     ],
 )
 def test_options_of_a_lora_are_errors(compose: Callable[..., Run], option: str, message: str) -> None:
