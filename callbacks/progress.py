@@ -33,14 +33,9 @@ def seconds_left(
 ) -> float | None:
     """Return the seconds until the run ends; None before the first iteration ends, or if the last one exceeds them.
 
-    The median of ``plain`` ignores a first iteration that compiles. The mean of ``extra`` spreads evaluations, which
-    run every few iterations.
-
-    Args:
-        iterations: number of iterations left, with the current one.
-        plain, extra: seconds of each finished iteration without, and of its, evaluation, probe and grid.
-        elapsed: seconds since the current iteration started.
-        stage: estimate of the seconds that the current stage still takes; 0 if unknown.
+    ``iterations`` are left, with the current one, which began ``elapsed`` seconds ago and whose stage takes about
+    ``stage`` more. The median of ``plain``, the seconds of finished iterations, ignores one that compiles; the mean of
+    ``extra``, those of their evaluation, probe and grid, spreads evaluations, which run every few iterations.
     """
     if not plain:
         return None

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from solrl_lightning.callbacks.common import log_values, loop_of, module_of
+from solrl_lightning.callbacks.common import log_values, loop_of, module_of, reduced
 from solrl_lightning.metrics.rank import RankFidelity
 from solrl_lightning.metrics.selection_gain import kept_variance, random_variance
 from solrl_lightning.options.rules import CountOrZero
@@ -95,6 +95,5 @@ def spread_ratio(trainer: Trainer, proxy: Tensor, reference: Tensor) -> float:
     """Return rho of `metrics/selection_gain.py` for rewards [P, N] of all ranks; NaN without a spread. Collective."""
     keep = loop_of(trainer).keep
     sums = torch.stack([kept_variance(proxy, reference, keep).sum(), random_variance(reference, keep).sum()])
-    sums = sums.to(trainer.strategy.root_device)
-    selected, by_chance = trainer.strategy.reduce(sums, reduce_op="sum")
+    selected, by_chance = reduced(trainer, sums, "sum")
     return float((selected / by_chance).sqrt())

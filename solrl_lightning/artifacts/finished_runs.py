@@ -29,26 +29,19 @@ class Run(NamedTuple):
 
 def finished_runs(pattern: str) -> tuple[list[Run], dict[str, str]]:
     """Return the finished runs that a glob matches, and why each other one is left out. UserError if none is."""
-    folders = matching_runs(pattern)
+    matches = [Path(match) for match in glob.glob(pattern)]
+    folders = [folder for folder in matches if any((folder / mark).exists() for mark in _RUN_MARKS)]
+    # Numbers in names are in numerical order.
+    folders.sort(key=lambda folder: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(folder))])
     runs, left_out = read_runs(folders)
     if not runs:
         reasons = "; ".join(f"{folder}: {reason}" for folder, reason in left_out.items())
-        raise UserError(f"compare takes finished runs; of {len(folders)} that match {pattern} none is: {reasons}")
-    return runs, left_out
-
-
-def matching_runs(pattern: str) -> list[Path]:
-    """Return the run folders that a glob matches, numbers in their names in numerical order."""
-    folders = [Path(match) for match in glob.glob(str(pattern))]
-    runs = [folder for folder in folders if any((folder / mark).exists() for mark in _RUN_MARKS)]
-    if not runs:
-        matches = f"{len(folders)} files or folders, none of which is a run's" if folders else "nothing"
+        matched = reasons or f"{len(matches)} files or folders, none of which is a run's"
         raise UserError(
-            f"task.runs is a glob that matches run folders; {pattern}, looked up in {Path.cwd()}, matches {matches}. "
-            "Give one that matches runs, in quotes: 'task.runs=outputs/train/*' or, of sweeps, "
-            "'task.runs=outputs/multirun/*/*'."
+            f"task.runs={pattern} is invalid: it must be a glob that matches folders of finished runs; in {Path.cwd()} "
+            f"it matches {matched}. Use 'task.runs=outputs/train/*' or, for sweeps, 'task.runs=outputs/multirun/*/*'."
         )
-    return sorted(runs, key=lambda run: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(run))])
+    return runs, left_out
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:

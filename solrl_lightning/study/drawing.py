@@ -94,12 +94,7 @@ def style_axes(axes: Axes) -> None:
 def plot(
     axes: Axes, series: Sequence[Series], x_label: str, *, level: float | None = None, at: Sequence[float] = ()
 ) -> list[Line2D]:
-    """Draw the series and return the line of each.
-
-    Args:
-        level: y of a dashed line.
-        at: x of vertical lines in the colour of warnings.
-    """
+    """Draw the series, a dashed line at y = ``level`` and warnings at x in ``at``; return the line of each series."""
     from matplotlib.ticker import MaxNLocator
 
     lines, opacity = [], 0.16 if len(series) < 4 else 0.07

@@ -95,25 +95,17 @@ class Cost(NamedTuple):
 
 
 def read_cost(cost: Any) -> Cost:
-    """Check ``task.cost``.
-
-    Raises:
-        UserError: it is neither the name of a table nor factors of at least 0 by stage.
-    """
+    """Check ``task.cost``. UserError if it is neither the name of a table nor factors of at least 0 by stage."""
     key = f"task.cost={written(cost)}"
-    if isinstance(cost, str):
-        if cost in TABLES:
-            return Cost(key, {}, TABLES[cost])
-        raise UserError(f"{key} is invalid: the tables are {', '.join(TABLES)}. {_EXAMPLE}")
-    if not isinstance(cost, dict) or not cost or not cost.keys() <= set(STOPWATCH_STAGES):
+    if isinstance(cost, str) and cost in TABLES:
+        return Cost(key, {}, TABLES[cost])
+    factors = cost if isinstance(cost, dict) and cost.keys() <= set(STOPWATCH_STAGES) else {}
+    if not factors or not all(type(by) in (int, float) and math.isfinite(by) and by >= 0 for by in factors.values()):
         raise UserError(
-            f"{key} is invalid: it must be the name of a table ({', '.join(TABLES)}) or factors of the stages "
-            f"{', '.join(STOPWATCH_STAGES)}. {_EXAMPLE}"
+            f"{key} is invalid: it must be the name of a table ({', '.join(TABLES)}) or finite factors of at least 0 "
+            f"of the stages {', '.join(STOPWATCH_STAGES)}. {_EXAMPLE}"
         )
-    for stage, by in cost.items():
-        if type(by) not in (int, float) or not math.isfinite(by) or by < 0:
-            raise UserError(f"{key} is invalid: {stage} must be a finite factor of at least 0. {_EXAMPLE}")
-    return Cost(key, cost)
+    return Cost(key, factors)
 
 
 def with_simulated(runs: Sequence[Run], cost: Cost) -> list[Run]:
@@ -122,19 +114,18 @@ def with_simulated(runs: Sequence[Run], cost: Cost) -> list[Run]:
     Raises:
         UserError: a run has not recorded the seconds of its stages, or its configuration does not have the counts.
     """
-    return [_with_simulated(run, cost) for run in runs]
-
-
-def _with_simulated(run: Run, cost: Cost) -> Run:
-    evaluations = run.summary["evaluations"]
-    if cost.machine is not None:
-        each = cost.machine.seconds(counts(run))
-        spent = {row["iteration"]: each * row["iteration"] for row in evaluations}
-    else:
-        ratio = _ratio(run, cost)
-        spent = {iteration: ratio * seconds for iteration, seconds in costs(run, "seconds").items()}
-    rows = [row | ({SIMULATED: spent[row["iteration"]]} if row["iteration"] in spent else {}) for row in evaluations]
-    return run._replace(summary=run.summary | {"evaluations": rows})
+    changed = []
+    for run in runs:
+        evaluations = run.summary["evaluations"]
+        if cost.machine is not None:
+            each = cost.machine.seconds(counts(run))
+            spent = {row["iteration"]: each * row["iteration"] for row in evaluations}
+        else:
+            ratio = _ratio(run, cost)
+            spent = {iteration: ratio * seconds for iteration, seconds in costs(run, "seconds").items()}
+        rows = [row | {SIMULATED: spent[row["iteration"]]} if row["iteration"] in spent else row for row in evaluations]
+        changed.append(run._replace(summary=run.summary | {"evaluations": rows}))
+    return changed
 
 
 def _ratio(run: Run, cost: Cost) -> float:

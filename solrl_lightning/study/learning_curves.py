@@ -80,8 +80,8 @@ def difference_chart(groups: Sequence[Group], reference: Group, reward: str) -> 
 
 def paired_gaps(group: Group, reference: Group) -> dict[float, list[float]]:
     """Return iteration -> difference to the reference of each seed that both have."""
-    ours, theirs = ({seed: run for run in g.runs for seed in [run.seed]} for g in (group, reference))
-    curves = [(learning_curve(ours[seed]), learning_curve(theirs[seed])) for seed in ours if seed in theirs]
+    theirs = {run.seed: learning_curve(run) for run in reference.runs}
+    curves = [(learning_curve(run), theirs[run.seed]) for run in group.runs if run.seed in theirs]
     if not curves:
         return {}
     common = set.intersection(*(set(a) & set(b) for a, b in curves))

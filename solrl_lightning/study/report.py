@@ -41,12 +41,9 @@ _LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
 
 Rows = Sequence[Mapping[str, Any]]
 
-_FRACTION = (0.0, 1.0)
 _CLEAR = math.exp(2 * GAIN_ERROR)
 """The factor between an estimated gain and its cost from which one is said to be larger."""
 _FRACTIONS = ("reward/zero_std_fraction", "train/clipped", "rank/top_overlap", "rank/bottom_overlap")
-_LIMITS = dict.fromkeys(_FRACTIONS, _FRACTION)
-"""Axis of a tag that has one whatever its values."""
 _MEANINGS = {
     "reward/group_std": "Spread of the rewards of a prompt's kept samples: what the advantages are made of.",
     "reward/zero_std_fraction": "Share of prompts whose kept samples all have one reward, and so teach nothing.",
@@ -123,12 +120,7 @@ def render(page: Page) -> bytes:
 
 
 def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
-    """Return the report of a training run, with the pictures and the recorded options in its folder.
-
-    Args:
-        facts: the content of summary.json.
-        history: what each iteration has logged, by tag; see ``MetricHistory``.
-    """
+    """Return the report of a training run: of summary.json, ``MetricHistory``, and what is in its folder."""
     config = facts["config"]
     sections = [
         Section("Alarms", alarms=facts["alarms"]),
@@ -156,13 +148,12 @@ def lead(facts: Mapping[str, Any]) -> str:
     """Return the result as a sentence."""
     end = "" if facts["stopped_by"] is None else f", ended by {facts['stopped_by']}"
     done = f"{counted(facts['iterations'], 'iteration')} in {duration(facts['seconds_total'])}{end}."
-    base, final, gain = facts["base_reward"], facts["final_reward"], facts["improvement"]
-    if gain is None:
+    base, final = facts["base_reward"], facts["final_reward"]
+    if facts["improvement"] is None:
         what = "not evaluated" if base is None else f"{number(base)} before training, and not evaluated after"
         return f"{done} The {facts['reward']} reward on held-out prompts was {what}."
     error = error_of(facts, facts["final_reward_iteration"], "change_error")
-    before, after = numbers([base, final])
-    what = f"changed from {before} to {after} ({change(base, final, error)})"
+    what = "changed from {} to {}".format(*numbers([base, final])) + f" ({change(base, final, error)})"
     alarms = "" if facts["alarms"] else " No alarm was raised."
     selection = selection_text(facts)
     paid = f" {selection[0].upper()}{selection[1:]}." if selection else ""
@@ -254,9 +245,7 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     if not rows:
         return Section(title)
     at = [alarm["since"] for alarm in facts["alarms"]]
-    charts = []
-    if len(rows) > 1:
-        charts.append(evaluation_chart(f"{reward} reward by iteration", rows, reward, "iteration", at))
+    charts = [evaluation_chart(f"{reward} reward by iteration", rows, reward, "iteration", at)] if len(rows) > 1 else []
     costed = [row for row in rows if row.get("seconds") is not None]
     if len(costed) > 1:
         charts.append(evaluation_chart(f"{reward} reward by training time", costed, reward, "seconds"))
@@ -283,10 +272,8 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     tables = [Table(columns, cells, folded=f"All {len(rows)} evaluations" if len(rows) > 1 else "")]
     if learned := parts_learned(facts):
         shares = [[name, two_decimals(base), two_decimals(last)] for name, base, last in learned]
-        note = "Means over the held-out images."
-        tables.insert(
-            0, Table(["parts of the reward, and shares of what is right", "base", "last evaluation"], shares, note)
-        )
+        columns = ["parts of the reward, and shares of what is right", "base", "last evaluation"]
+        tables.insert(0, Table(columns, shares, "Means over the held-out images."))
     return Section(title, text, charts=charts, tables=tables)
 
 
@@ -368,12 +355,12 @@ def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section:
         charts.append(draw_chart("reward/mean: kept samples", [series], ITERATIONS, note=note))
     names = [name for name in names_of(history) if name.startswith(("reward/", "explore/"))]
     names = [name for name in names if name not in ("reward/mean", "reward/std")]
-    charts += [history_chart(history, name) for name in varying(history, names)]
+    curves, tables = charts_and_constants(history, names)
     text = [
         f"In the {facts['reward']} reward's unit. Each iteration has other prompts, so these curves also vary with "
         "their difficulty; the held-out curve does not."
     ]
-    return Section("Rewards of the samples trained on", text, charts=charts, tables=constants(history, names))
+    return Section("Rewards of the samples trained on", text, charts=[*charts, *curves], tables=tables)
 
 
 def rank_section(history: Rows) -> Section:
@@ -427,20 +414,16 @@ def training_section(history: Rows) -> Section:
     names = [n for n in names_of(history) if not n.startswith(("reward/", "explore/", "rank/", "time/", "eval/"))]
     names.sort(key=lambda name: (name != "train/loss", name != "train/kl", name != "train/grad_norm", name))
     text = ["The value of an iteration: the mean over its micro-batches and ranks. Losses have no unit."]
-    charts = [history_chart(history, name) for name in varying(history, names)]
-    return Section("Training", text, charts=charts, tables=constants(history, names))
+    charts, tables = charts_and_constants(history, names)
+    return Section("Training", text, charts=charts, tables=tables)
 
 
-def varying(history: Rows, names: Sequence[str]) -> list[str]:
-    """Return the tags with at least two different values."""
-    return [name for name in names if len(set(column(history, name)[1])) > 1]
-
-
-def constants(history: Rows, names: Sequence[str]) -> list[Table]:
-    """Return a table of the tags with one value in all iterations."""
+def charts_and_constants(history: Rows, names: Sequence[str]) -> tuple[list[Chart], list[Table]]:
+    """Return a chart of each tag with different values, and a table of those with one value in all iterations."""
     values = {name: set(column(history, name)[1]) for name in names}
+    charts = [history_chart(history, name) for name in names if len(values[name]) > 1]
     rows = [[name, number(next(iter(one))), _MEANINGS.get(name, "")] for name, one in values.items() if len(one) == 1]
-    return [Table(["tag", "value in all iterations", ""], rows, is_text=True)] if rows else []
+    return charts, [Table(["tag", "value in all iterations", ""], rows, is_text=True)] if rows else []
 
 
 def time_section(facts: Mapping[str, Any], history: Rows) -> Section:
@@ -523,6 +506,6 @@ def history_chart(history: Rows, *names: str, title: str = "", note: str = "") -
         title or names[0],
         series,
         ITERATIONS,
-        limits=_LIMITS.get(names[0]),
+        limits=(0.0, 1.0) if names[0] in _FRACTIONS else None,
         note=note or _MEANINGS.get(names[0], ""),
     )

@@ -71,9 +71,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
     """Return groups in the order of their first run, and why each other run is left out.
 
     A run is left out if a later one of the same group and seed replaces it, or if its configuration cannot be read.
-
-    Raises:
-        UserError: no run is left.
+    UserError if no run is left.
     """
     members: dict[str, dict[Any, Run]] = {}
     settings: dict[str, Settings] = {}
@@ -88,8 +86,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
         settings.setdefault(identity, of_run)
         earlier = members.setdefault(identity, {}).get(run.seed)
         if earlier is not None and (earlier.summary["status"], run.summary["status"]) == ("completed", "stopped early"):
-            reason = f"stopped early; {earlier.folder} has the same configuration and seed and completed"
-            left_out[run.folder] = reason
+            left_out[run.folder] = f"stopped early; {earlier.folder} has the same configuration and seed and completed"
             continue
         if earlier is not None:
             left_out[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
@@ -107,7 +104,11 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
 
 def read_settings(run: Run) -> Settings:
     resolved = leaves(resolved_config(run))
-    values = {key: _plain(value) for key, value in resolved.items() if not is_subkey(key, *_SAME_EXPERIMENT)}
+    values = {
+        key: int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 and 1 are one setting
+        for key, value in resolved.items()
+        if not is_subkey(key, *_SAME_EXPERIMENT)
+    }
     groups = {key.partition(".")[0] for key in values if "." in key}
     options = {key: value for key, value in run.summary["config"].items() if key in groups}
     backend = run.summary.get("precision_backend", "").partition(" ")[0]  # "no" without a shadow
@@ -127,10 +128,6 @@ def resolved_config(run: Run) -> dict[str, Any]:
         cfg.pop(group, None)
     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
     return dict(resolved)
-
-
-def _plain(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 and 1 are one setting
 
 
 def group_names(settings: Sequence[Settings]) -> list[str]:

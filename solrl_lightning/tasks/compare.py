@@ -68,10 +68,8 @@ def compare(cfg: Run) -> dict[str, Any]:
 def choose_reference(groups: Sequence[Group], wanted: Any) -> Group:
     """Return the group of the shortest name with all words of ``wanted``, each ``key=value`` or a value alone.
 
-    With ``wanted=None`` it is the first group of family=diffusionnft, else the first group.
-
-    Raises:
-        UserError: no group has the words.
+    With ``wanted=None`` it is the first group of family=diffusionnft, else the first group. UserError if no group has
+    the words.
     """
     if wanted is None:
         return next((g for g in groups if g.runs[0].summary["config"]["family"] == _BASELINE), groups[0])
@@ -109,6 +107,8 @@ def describe(group: Group, reference: Group) -> dict[str, Any]:
     paired = {seed: final[seed] - theirs[seed] for seed in compared}
     above = [group.plateaus[seed].level - plateaus[seed].level for seed in compared]
     summaries = [run.summary for run in group.runs]
+    ranks = [s["rank_fidelity"] or {} for s in summaries]
+    spearman = {at: _mean((each.get(at) or {}).get("spearman") for each in ranks) for at in ("first", "last")}
     return {
         "group": group.name,
         "settings": group.settings,
@@ -118,8 +118,8 @@ def describe(group: Group, reference: Group) -> dict[str, Any]:
         "improvement": _mean(s["improvement"] for s in summaries),
         "seconds_per_iteration": _mean(s["seconds_per_stage"].get("iteration", {}).get("median") for s in summaries),
         "simulated_seconds_per_iteration": simulated_iteration(group),
-        "spearman_first": _mean(_probe(s, "first") for s in summaries),
-        "spearman_last": _mean(_probe(s, "last") for s in summaries),
+        "spearman_first": spearman["first"],
+        "spearman_last": spearman["last"],
         "against": None if group is reference else reference.name,
         "difference": mean_of(list(paired.values()))._asdict() if paired else None,
         "difference_per_seed": {str(seed): value for seed, value in paired.items()},
@@ -148,10 +148,6 @@ def describe_cost(group: Group, reference: Group, cost: str) -> dict[str, Any]:
             factor = speed_up(reached, cost_to_reach(reference.curves[cost], targets))
         points[str(percent)] = reached._asdict() | {"speed_up": factor and factor._asdict()}
     return {"points": points, "unknown": [run.folder for run in group.runs if not costs(run, cost)]}
-
-
-def _probe(summary: Mapping[str, Any], which: str) -> float | None:
-    return ((summary["rank_fidelity"] or {}).get(which) or {}).get("spearman")
 
 
 def _mean(values: Iterable[float | None]) -> dict[str, float | None] | None:

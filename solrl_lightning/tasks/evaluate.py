@@ -60,7 +60,11 @@ def evaluate(cfg: Run) -> dict[str, Any]:
     scorer = Scorer(module, weights, task.grid_prompts, task.grid_images)
     rank_prompts = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
     predictions: Any = trainer.predict(scorer, rank_prompts, return_predictions=True)
-    scored = in_order(gather(predictions[0]))
+    ranks: list[Any] = [predictions[0]]
+    if distributed.is_initialized():
+        ranks *= trainer.world_size
+        distributed.all_gather_object(ranks, predictions[0])
+    scored = in_order(ranks)
     scores = torch.stack([row.scores for row in scored], dim=1)  # [M, P, n, R]
 
     names = module.evaluation.names
@@ -138,15 +142,6 @@ class Scorer(LightningModule):
             print(f"\r{name}: {done} of {total} images", end=end, file=sys.stderr, flush=True)
 
 
-def gather(scored: list[Scored]) -> list[list[Scored]]:
-    """Gather the results of all ranks, in the order of ranks. Collective."""
-    ranks: list[Any] = [scored]
-    if distributed.is_initialized():
-        ranks *= distributed.get_world_size()
-        distributed.all_gather_object(ranks, scored)
-    return ranks
-
-
 def in_order(ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
     """Gather the results of all ranks in the order of the prompts; rank r of w has prompts [r::w]."""
     return [row for rows in zip_longest(*ranks) for row in rows if row is not None]
@@ -157,8 +152,7 @@ def compare_models(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
     result: dict[str, Any] = {name: over_prompts(score)._asdict() for name, score in zip(models, scores, strict=True)}
     if len(scores) > 1:
         base, trained = scores
-        result["difference"] = over_prompts(trained - base)._asdict()
-        result["win_rate"] = win_rate(trained, base)
+        result |= {"difference": over_prompts(trained - base)._asdict(), "win_rate": win_rate(trained, base)}
     return result
 
 
