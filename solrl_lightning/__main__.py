@@ -35,9 +35,9 @@ from solrl_lightning.artifacts.run_folder import (
     check_new,
     check_writable,
     claimed,
+    remember,
     remove_unused,
 )
-from solrl_lightning.artifacts.started_runs import remember
 from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices, resolvable
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.cli.hub import check_hub

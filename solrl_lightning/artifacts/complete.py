@@ -38,7 +38,12 @@ def check_undamaged(key: str, name: str, part: str = "") -> None:
         if file.suffix == ".json":
             check_json(key, name, file)
         if file.suffix == ".safetensors":
-            _check_safetensors(key, name, file)
+            try:
+                with safe_open(file, framework="pt"):
+                    pass  # its header tells the size of a whole file
+            except (SafetensorError, OSError) as error:
+                problem = f"{file} is damaged or cut: {sentence(error)}"
+                raise UserError(f"{key}={name} is invalid: {problem} Download or save it again, whole.") from error
 
 
 def check_json(key: str, name: str, file: Path) -> None:
@@ -47,15 +52,6 @@ def check_json(key: str, name: str, file: Path) -> None:
         raise UserError(
             f"{key}={name} is invalid: {file} must be a JSON object{problem}. Download or save it again, whole."
         )
-
-
-def _check_safetensors(key: str, name: str, file: Path) -> None:
-    try:
-        with safe_open(file, framework="pt"):
-            pass  # its header tells the size of a whole file
-    except (SafetensorError, OSError) as error:
-        fix = "Download or save it again, whole."
-        raise UserError(f"{key}={name} is invalid: {file} is damaged or cut: {sentence(error)} {fix}") from error
 
 
 @cache

@@ -100,9 +100,7 @@ def load_tensors(key: str, name: str, *files: str, kind: str, hint: str) -> dict
     """Return the tensors by name of a file of torch.save, which may hold them under the key ``state_dict``.
 
     ``name`` is a file, or a folder or hub id with one of ``files``; ``key``, ``kind`` and ``hint`` as in ``fetch``.
-
-    Raises:
-        UserError: the file does not exist, is damaged, holds code, or holds something else than tensors.
+    UserError if the file does not exist, is damaged, holds code, or holds something else than tensors.
     """
     file = Path(name).expanduser()
     if not file.is_file():

@@ -21,9 +21,7 @@ def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a lo
     """Return the path of the first of ``files`` in the folder ``name``; of a hub id, download the first of them.
 
     In messages, ``key`` is the configuration key of ``name``, ``kind`` names the expected model, ``hint`` is the end.
-
-    Raises:
-        UserError: the folder has none of the files, or the download fails.
+    UserError if the folder has none of the files, or the download fails.
     """
     if not is_path(name):
         return _download(name, files[0], key, kind, hint)
@@ -53,30 +51,20 @@ def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(hub_id, file))
     except (OSError, errors.HTTPError, errors.HFValidationError) as error:
-        page, answer = f"https://huggingface.co/{hub_id}", getattr(error.__cause__, "response", None)
-        has_token = bool(huggingface_hub.get_token())
-        login = "with the account of your token" if has_token else "and give your token with `hf auth login`"
-        if constants.HF_HUB_OFFLINE:
-            silence = "HF_HUB_OFFLINE is set: unset it for the download"
-        elif answer is not None:
-            silence = f"the hub answered {answer.status_code}: try again later"
+        page, failed = f"https://huggingface.co/{hub_id}", sentence(error.__cause__ or error)
+        if isinstance(error, errors.HFValidationError | errors.RepositoryNotFoundError):  # or GatedRepoError
+            reason = (
+                f"is neither a folder here nor a model that you may read on the hub. Check the name at {page}, accept "
+                "its licence there if it is gated, and log in with `hf auth login`."
+            )
+        elif isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+            reason = f"exists on the hub, but is no {kind}: it holds no {file}. Look at {page} for one that does."
         else:
-            silence = "the hub cannot be reached: check the network and its proxy"
-        # The first class that fits: GatedRepoError and LocalEntryNotFoundError derive from the class below them.
-        reasons: dict[type[Exception], str] = {
-            errors.HFValidationError: f"is neither a local path nor a hub id (owner/name). Check the name. {hint}",
-            errors.GatedRepoError: f"is gated: accept its licence at {page} {login}, then give the same command again.",
-            errors.RepositoryNotFoundError: "is neither a folder here nor a model that you may read on the hub. Check "
-            f"the name at {page}; if it is private, log in with `hf auth login`. {hint}",
-            errors.LocalEntryNotFoundError: "is neither a folder here nor in the hub's cache "
-            f"{constants.HF_HUB_CACHE}, and {silence}; for a gated model log in with `hf auth login`. {hint}",
-            errors.EntryNotFoundError: f"exists on the hub, but is no {kind}: it holds no {file}. Look for a "
-            f"repository that does; {page} may name it. {hint}",
-            Exception: f"could not be loaded from the hub: {sentence(error)} Check the network and the token (`hf auth "
-            f"whoami`). {hint}",
-        }
-        reason = next(text for kind_of_error, text in reasons.items() if isinstance(error, kind_of_error))
-        raise UserError(f"{key}={hub_id} {reason}") from error
+            reason = (
+                f"is neither a folder here nor in the hub's cache {constants.HF_HUB_CACHE}, and its download fails: "
+                f"{failed} Check the network and its proxy, HF_HUB_OFFLINE, and the token (`hf auth whoami`)."
+            )
+        raise UserError(f"{key}={hub_id} {reason} {hint}") from error
 
 
 # Uploads

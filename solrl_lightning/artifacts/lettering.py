@@ -24,7 +24,8 @@ def write(canvas: Image.Image, place: tuple[int, int], text: str, size: int, col
     """Write a line of text into an RGB image, from its upper left corner on."""
     x, top = place
     baseline = top + ImageFont.truetype(_FONT, size).getmetrics()[0]
-    for file, characters in groupby(filter(_is_drawn, text), key=_font_of):
+    drawn = (each for each in text if unicodedata.category(each) not in _NOT_DRAWN or _font_with(each) is not None)
+    for file, characters in groupby(drawn, key=lambda character: _font_with(character) or _box()):
         run, font = "".join(characters), _opened(file, size)
         if font.size == size:
             ImageDraw.Draw(canvas).text((x, baseline), run, colour, font, "ls", embedded_color=True)
@@ -42,14 +43,6 @@ def wrap(text: str, width: int, size: int, lines: int = 1) -> list[str]:
     wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text) / max(len(text), 1)
     letter = size * (0.62 * (1 - wide) + wide)
     return textwrap.wrap(text, max(int(width / letter), 2), max_lines=lines, placeholder="…")
-
-
-def _is_drawn(character: str) -> bool:
-    return unicodedata.category(character) not in _NOT_DRAWN or _font_with(character) is not None
-
-
-def _font_of(character: str) -> str:
-    return _font_with(character) or _box()
 
 
 @cache

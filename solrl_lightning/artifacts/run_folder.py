@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -83,9 +84,8 @@ def check_free(folder: Path) -> None:
 def claimed(folder: Path, new: bool, other: str = _OTHER_FOLDER) -> Iterator[None]:
     """Make and lock ``folder``, and remove it on exit if it is still empty.
 
-    Args:
-        new: whether to repeat `check_new`, because another process may have run in it since.
-        other: the options that choose another folder.
+    ``new``: whether to repeat `check_new`, as another process may have run in it since. ``other``: the options that
+    choose another folder.
     """
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,12 +136,7 @@ def check_writable(folder: Path) -> None:
             f"The run's folder {ascii(str(existing))[1:-1]} is invalid: its name must be in UTF-8, which torch and "
             "TensorBoard write. Set PYTHONUTF8=1, or choose another with hydra.run.dir=<folder>."
         )
-    while not existing.exists():
-        if existing.is_symlink():
-            raise UserError(
-                f"The run's folder {folder} cannot be made: {existing} is a link to nothing, or to itself. Correct the "
-                "link, or choose another folder with hydra.run.dir=<folder>."
-            )
+    while not existing.exists() and not existing.is_symlink():
         existing = existing.parent
     try:
         # Writing is the only reliable test: permission bits say nothing about read-only mounts, or to root.
@@ -158,3 +153,31 @@ def remove_unused(folder: Path) -> None:
     """Delete a run folder that contains only .hydra/ and the log, so that the command can be given again."""
     if {entry.name for entry in folder.iterdir()} <= {RECORD.name, LOG, _LOCK}:
         shutil.rmtree(folder)
+
+
+# The training runs that a user has started on this machine, wherever their folders lie
+
+
+def _record() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "solrl_lightning" / "runs.jsonl"
+
+
+def remember(folder: Path) -> None:
+    """Add the run in ``folder``, with the working directory; where the record cannot be written, do nothing."""
+    line = json.dumps({"folder": str(folder.resolve()), "cwd": str(Path.cwd())})
+    with suppress(OSError, RuntimeError):  # RuntimeError for a user without a home
+        _record().parent.mkdir(parents=True, exist_ok=True)
+        with _record().open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+def started_runs() -> list[tuple[Path, Path]]:
+    """Return the folder of every run in the record and the working directory where it was started."""
+    runs = []
+    with suppress(OSError, RuntimeError):
+        for line in _record().read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # cut by a full disk
+                run = json.loads(line)
+                runs.append((Path(run["folder"]), Path(run["cwd"])))
+    return runs

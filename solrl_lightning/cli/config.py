@@ -296,11 +296,10 @@ def _check_files(sources: Iterable[str]) -> None:
     for folder in (Path(source.removeprefix("file://")) for source in sources if source.startswith("file://")):
         for name in (file.relative_to(packaged) for file in packaged.rglob("*.yaml")):
             if (folder / name).is_file() and not (folder / name).samefile(packaged / name):
-                option, fix = f"{name.parent}={name.stem} is an option", "Rename the file."
-                if name.parent == Path():
-                    option, fix = f"{name} is the configuration", f"Write values into {folder}/experiment/<name>.yaml; "
-                    fix += "report.html of a run has the command that repeats it."
-                raise UserError(f"{folder / name} is invalid: {option} of the package, which Hydra takes. {fix}")
+                raise UserError(
+                    f"{folder / name} is invalid: the package has a file of that name, which Hydra takes. Rename it; "
+                    f"values of any keys are an experiment, {folder}/experiment/<name>.yaml."
+                )
 
 
 def adds(override: Override) -> bool:
@@ -432,11 +431,9 @@ def _check_option(override: Override, options: list[str]) -> None:
     group, value = override.key_or_group, override.value()
     for option in value if isinstance(value, list) else [value]:
         if option is None and not override.is_delete():
-            leave = (
-                "" if group in (*_ONE_EACH, "reward", "callbacks") else f"Leave the group out with ~{group}, or use "
+            raise UserError(
+                f"{group}=null is invalid: it must be one of {', '.join(options)}. Leave it out for the default."
             )
-            fix = f"{leave or 'A run needs one: '}{' or '.join(options)}."
-            raise UserError(f"{group}=null is invalid. {fix}")
         if option is not None and str(option) not in options:
             near = did_you_mean([f"{group}={name}" for name in nearest(str(option), options)])
             raise UserError(f"There is no {group} named {option!r}.{near} The options are {', '.join(options)}.")

@@ -76,11 +76,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
-def _has_little_space() -> bool:
-    """Return whether a limit of the address space is what a MemoryError or SystemError of Python comes from."""
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-
-
 def _is_in(file: Path | str, folder: Path | None) -> bool:
     return folder is not None and Path(file).absolute().is_relative_to(folder.absolute())
 
@@ -98,7 +93,8 @@ def report_error(
         causes.append(cause)
     failure = next((e for e in causes if isinstance(e, EXPECTED)), None)
     library = next((match[1] for e in causes if (match := _NO_SPACE.search(str(e)))), None)
-    if library or (_has_little_space() and any(isinstance(e, MemoryError | SystemError) for e in causes)):
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    if library or (limited and any(isinstance(e, MemoryError | SystemError) for e in causes)):
         rule = "a process must have address space for its libraries, and this one has a limit"
         failure = UserError(f"{library or 'a library'} cannot be loaded: {rule}. Raise it with `ulimit -v unlimited`.")
     io = next((e for e in causes if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None)

@@ -20,13 +20,8 @@ from solrl_lightning.errors import UserError
 def check_hub(models: Mapping[str, str], datasets: Sequence[str], needs: str | None) -> list[str]:
     """Return notes on the downloads of a run; sets HF_HUB_OFFLINE if the hub does not answer.
 
-    Args:
-        models: names of models, hub ids or paths, by configuration key.
-        datasets: names of data sets, hub ids or folders.
-        needs: disk and GPU that ``model.pretrained`` takes.
-
-    Raises:
-        UserError: the hub does not answer, and a model is not in its cache.
+    ``models`` are hub ids or paths by configuration key, ``needs`` is the disk and GPU that ``model.pretrained`` takes.
+    UserError if the hub does not answer, and a model is not in its cache.
     """
     from huggingface_hub import constants, get_token  # imported here because most runs do not use the hub
 

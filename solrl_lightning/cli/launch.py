@@ -69,12 +69,9 @@ def advice() -> str:
 
 
 def check_world(num_nodes: int, devices: int, rank: int, one_process: bool) -> None:
-    """Raise ``UserError`` unless the processes that were started are the ranks of a trainer.
+    """Raise ``UserError`` unless the processes that were started are the ranks of a trainer, and this one is ``rank``.
 
-    Args:
-        num_nodes, devices: of the trainer.
-        rank: the trainer's rank of this process.
-        one_process: whether the task takes one process, whatever the options.
+    ``one_process``: whether the task takes one process, whatever the options.
     """
     launcher, size = _launcher(), num_nodes * devices
     variables = (launcher.size, *launcher.ranks)
@@ -127,7 +124,10 @@ def ranks_here() -> int:
 def launched(pattern: str) -> str:
     """Format the time of this command by ``pattern``, equal in all ranks of torchrun; under srun the SLURM job's id."""
     if _torchrun():
-        return _time_of_first(pattern)
+        store = _store_of_torchrun()
+        if is_first():
+            store.set(pattern, datetime.now().strftime(pattern))
+        return store.get(pattern).decode()
     if _srun() and _number("SLURM_NTASKS") > 1:
         step, restarts = os.environ.get("SLURM_STEP_ID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
         return f"slurm-{os.environ['SLURM_JOB_ID']}.{step}" + (f"-restart{restarts}" if restarts != "0" else "")
@@ -142,25 +142,18 @@ def check_launched(folders: str, num_nodes: object) -> None:
     """
     for name in _OF_LIGHTNING:
         _number(name)
-    alone = not (_torchrun() or _srun() or _others())
-    if alone and isinstance(num_nodes, int) and num_nodes > 1 and "MASTER_ADDR" not in os.environ:
+    launcher, nodes = _launcher().name, num_nodes if isinstance(num_nodes, int) else 1
+    if not launcher and nodes > 1 and "MASTER_ADDR" not in os.environ:
         raise UserError(
             f"trainer.num_nodes={num_nodes} is invalid here: no launcher has started this process, so it would wait "
             "for the other nodes. Start it by torchrun or srun on every node, or set trainer.num_nodes=1."
         )
-    if "${launched:" not in folders:
-        return
-    way_out = "Name one for all with hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>."
-    if _torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise UserError(f"torchrun without a store of its own lets the ranks of a run agree on no folder. {way_out}")
-    if _torchrun() or _srun():
-        return
-    if _others():
-        raise UserError(f"jsrun and mpirun let the ranks of a run agree on no folder. {way_out}")
-    if isinstance(num_nodes, int) and num_nodes > 1:
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agree = {"torchrun": has_store, "srun": True, "": nodes == 1}
+    if "${launched:" in folders and not agree.get(launcher, False):
         raise UserError(
-            f"trainer.num_nodes={num_nodes} is invalid without a folder: on nodes where neither torchrun nor srun "
-            f"starts the ranks, every command would choose its own. {way_out}"
+            f"With {launcher or 'several nodes and no launcher'} the ranks of a run agree on no folder. Name one for "
+            "all with hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>."
         )
 
 
@@ -170,11 +163,6 @@ def _torchrun() -> bool:
 
 def _srun() -> bool:
     return _number("SLURM_NTASKS") > 0 and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
-
-
-def _others() -> bool:
-    """Return whether a launcher without a name for the folder has started several processes."""
-    return any(_number(f"{name}_SIZE", 1) > 1 for name in _OTHERS)
 
 
 @cache
@@ -202,10 +190,3 @@ def _store_of_torchrun() -> "Store":
 
     server = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return PrefixStore(f"solrl_lightning/{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
-
-
-def _time_of_first(pattern: str) -> str:
-    store = _store_of_torchrun()
-    if is_first():
-        store.set(pattern, datetime.now().strftime(pattern))
-    return store.get(pattern).decode()

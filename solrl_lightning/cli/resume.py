@@ -19,8 +19,7 @@ from yaml import YAMLError
 from solrl_lightning.artifacts.finished_runs import FINISHED, read_summary
 from solrl_lightning.artifacts.formatting import path_option, quoted, shell_quoted
 from solrl_lightning.artifacts.hub import check_fetched
-from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free, run_of
-from solrl_lightning.artifacts.started_runs import started_runs
+from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free, run_of, started_runs
 from solrl_lightning.cli.config import ConfigTree, adds, as_written, own_sources, resolvable, searched
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import LORA_FILES
@@ -395,13 +394,11 @@ def check_checkpoint(file: Path) -> None:
     fix = f"Take {path_option('ckpt', file.parent / others[0].name)}" if others else "Take another checkpoint"
     try:
         with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()  # torch.load with mmap reads no checksums
+            damage = archive.testzip()  # torch.load with mmap reads no checksums
     except (zipfile.BadZipFile, EOFError, OSError) as error:
-        raise UserError(
-            f"The checkpoint {file} is damaged or cut short ({error}). {fix}, or start the run again."
-        ) from error
-    if damaged:
-        raise UserError(f"The checkpoint {file} is damaged at {damaged}. {fix}, or start the run again.")
+        damage = str(error)
+    if damage:
+        raise UserError(f"The checkpoint {file} is damaged or cut short ({damage}). {fix}, or start the run again.")
 
 
 def _checkpoint_near(path: Path) -> str:

@@ -52,7 +52,7 @@ def test_a_link_to_nothing_or_to_itself_is_an_error(command: Command, tmp_path: 
     for target in ("nowhere", "link"):
         (tmp_path / "link").symlink_to(target)
         result = command(TASK, "hydra.run.dir=link/run")
-        assert result.status == 2 and "link is a link to nothing, or to itself" in result.err
+        assert result.status == 2 and "cannot be written: " in result.err
         (tmp_path / "link").unlink()
 
 

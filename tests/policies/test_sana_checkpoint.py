@@ -147,7 +147,7 @@ def test_unreadable_source_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for source, message in (
         (f"{tmp_path}/half.pth", r"half\.pth .* cannot be read as weights: .*download it again"),
         ("./none.pth", r"=./none.pth is invalid: .*yitongl/SANA_LinearFFN"),
-        ("yitongl/SANA_LinearFFN", r"HF_HUB_OFFLINE is set.*local SANA_"),
+        ("yitongl/SANA_LinearFFN", r"Check the network and its proxy, HF_HUB_OFFLINE.*local SANA_"),
     ):
         with pytest.raises(UserError, match=message):
             load_linear_ffn(source, transformer(seed=1))

@@ -233,8 +233,8 @@ def test_error_about_an_unfit_file(
     ("fixture", "name", "message"),
     [
         ("clip_folder", "./missing", "reward.clipscore.pretrained=./missing is invalid: it must be a hub id or a"),
-        ("clip_folder", "nobody/no-such-model", "HF_HUB_OFFLINE.*hf auth login.*a local folder"),
-        ("clip_folder", "no such model", "is neither a local path nor a hub id .* Check the name"),
+        ("clip_folder", "nobody/no-such-model", "HF_HUB_OFFLINE.*hf auth whoami.*a local folder"),
+        ("clip_folder", "no such model", "is neither a folder here nor a model that you may read .* Check the name"),
         ("hps_file", "missing.pt", "hpsv2.pretrained=missing.pt .* no (HPS_v2.1_compressed.pt). .* of a local \\1"),
         ("aesthetic", ".", r"reward.aesthetic.head=. .* it holds no aesthetic-model.pth or sac\+logos"),
         ("release", "zai-org/ImageReward", "pretrained=zai-org/ImageReward is neither .* `hf download zai-org"),
