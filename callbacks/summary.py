@@ -133,9 +133,12 @@ class RunSummary(Callback):
         print(format_summary(facts), flush=True)
         file_logger.info(format_summary(facts))
         self._open = False  # a later exception must not overwrite the summary
+        values = {key: facts[key] for key in ("final_reward", "improvement", "base_reward", "seconds_total")}
+        values["rank_spearman"] = ((facts["rank_fidelity"] or {}).get("last") or {}).get("spearman")
+        results = {f"summary/{key}": value for key, value in values.items() if value is not None}
         for tracker in trackers_of(trainer):
             columns = {name: self.hparams[name] for name in _COLUMNS if name in self.hparams}
-            tracker.log_results(columns, hparams_results(facts), trainer.current_epoch)
+            tracker.log_results(columns, results, trainer.current_epoch)
 
     def collect(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> dict[str, Any]:
         """Return the content of summary.json."""
@@ -249,13 +252,6 @@ def selection(
         return None
     cost = whole / (whole - explore - regenerate + loop.passes_without_selection * regenerate)
     return {"gain": ratio**GAIN_EXPONENT, "cost": cost, "probes": ranks["probes"]}
-
-
-def hparams_results(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Return the results of TensorBoard's HParams table, from the content of summary.json."""
-    results = {name: facts[name] for name in ("final_reward", "improvement", "base_reward", "seconds_total")}
-    results["rank_spearman"] = ((facts["rank_fidelity"] or {}).get("last") or {}).get("spearman")
-    return {f"summary/{n}": value for n, value in results.items() if value is not None and math.isfinite(value)}
 
 
 def format_summary(facts: Mapping[str, Any]) -> str:

@@ -40,7 +40,6 @@ from solrl_lightning.artifacts.run_folder import (
 )
 from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices, resolvable
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
-from solrl_lightning.cli.hub import check_hub
 from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks_here
 from solrl_lightning.cli.resume import (
     Resumed,
@@ -237,7 +236,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         return checked, {}
     if sys.flags.optimize > 1:
         raise UserError("PYTHONOPTIMIZE=2 (python -OO) is invalid: transformers reads docstrings. Set it to 1 or to 0.")
-    from solrl_lightning.cli import checks  # after the names are right: pydantic takes 0.1 s
+    from solrl_lightning.cli import checks, hub  # after the names are right: pydantic takes 0.1 s
 
     jobs = _jobs(tree, composed, checks.options_of)
     folders = [Path(cfg.run_dir) for cfg in jobs.values()] if is_first() else []
@@ -261,7 +260,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         message += f"; iterations done: {done}" if resumed.training else ""
         if resumed.training and is_over:
             message += ". It was stopped before its results were written: writing them"
-    _each(jobs, lambda options: notes.extend(check_hub(*checks.downloads(options))))  # after what needs no network
+    _each(jobs, lambda options: notes.extend(hub.check_hub(options)))  # after what needs no network
     _print_first(*dict.fromkeys(notes))
     _each(jobs, checks.check_prompts)
     _print_first(message)

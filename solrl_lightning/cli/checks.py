@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from solrl_lightning.artifacts.finished_runs import finished_runs
 from solrl_lightning.cli.config import without_hydra
 from solrl_lightning.cli.hub import check_push
-from solrl_lightning.data.sources import check_source, dataset_of
+from solrl_lightning.data.sources import check_source
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.packages import is_installed
 from solrl_lightning.names import LORA_FILES
@@ -141,19 +141,6 @@ def check_prompts(options: Run) -> None:
         evaluated = len(prompts.eval[: options.data.eval_prompts])
         ranks = devices_of(options.trainer) * options.trainer.get("num_nodes", 1)
         check_shares(options.prompts_per_iteration, evaluated, ranks)
-
-
-def downloads(options: Run) -> tuple[dict[str, str], list[str], str | None]:
-    """Return the arguments of ``hub.check_hub``: the models and data sets to load, and the needs of the model."""
-    model, reads = options.model, options.task.reads
-    models = {"model.preview_decoder": model.preview_decoder} if options.uses_model else {}
-    if options.uses_model and model.weights == "pretrained":
-        models |= {"model.pretrained": model.pretrained, "model.transformer_weights": model.transformer_weights}
-        models |= {"model.fused_lora": model.fused_lora and model.fused_lora.rpartition("/")[0]}
-    if not {"train", "eval", "reward"}.isdisjoint(reads):  # only these tasks load rewards
-        models |= options.reward.files
-    datasets = [dataset_of(source) for source in sources(options).values()]
-    return {key: str(name) for key, name in models.items()}, [name for name in datasets if name], model.needs
 
 
 # What torch knows

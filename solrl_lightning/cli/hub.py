@@ -5,7 +5,6 @@ and a minute and a half with a server that accepts connections and does not resp
 """
 
 import os
-from collections.abc import Mapping, Sequence
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
@@ -14,27 +13,37 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from solrl_lightning.artifacts.hub import HUB_ID
+from solrl_lightning.data.sources import dataset_of
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
+from solrl_lightning.run_prompts import sources
 
 
-def check_hub(models: Mapping[str, str], datasets: Sequence[str], needs: str | None) -> list[str]:
+def check_hub(options: Run) -> list[str]:
     """Return notes on the downloads of a run; sets HF_HUB_OFFLINE if the hub does not answer.
 
-    ``models`` are hub ids or paths by configuration key, ``needs`` is the disk and GPU that ``model.pretrained`` takes.
     UserError if the hub does not answer, and a model is not in its cache.
     """
     from huggingface_hub import constants, get_token  # imported here because most runs do not use the hub
 
-    remote = {key: name for key, name in models.items() if HUB_ID.fullmatch(name) and not Path(name).exists()}
+    model, reads = options.model, options.task.reads
+    models = {"model.preview_decoder": model.preview_decoder} if options.uses_model else {}
+    if options.uses_model and model.weights == "pretrained":
+        models |= {"model.pretrained": model.pretrained, "model.transformer_weights": model.transformer_weights}
+        models |= {"model.fused_lora": model.fused_lora and model.fused_lora.rpartition("/")[0]}
+    if not {"train", "eval", "reward"}.isdisjoint(reads):  # only these tasks load rewards
+        models |= options.reward.files
+    remote = {k: name for k, name in models.items() if name and HUB_ID.fullmatch(name) and not Path(name).exists()}
+    datasets = filter(None, map(dataset_of, sources(options).values()))
     if constants.HF_HUB_OFFLINE or not remote and all(Path(name).exists() for name in datasets):
         return []
     cache = Path(constants.HF_HUB_CACHE)
     missing = {key: name for key, name in remote.items() if not (cache / f"models--{name.replace('/', '--')}").is_dir()}
     notes = []
-    if "model.pretrained" in missing and needs:
+    if "model.pretrained" in missing and model.needs:
         import torch  # which takes seconds
 
-        needs += "" if torch.cuda.is_available() else "; torch finds no GPU on this machine"
+        needs = model.needs + ("" if torch.cuda.is_available() else "; torch finds no GPU on this machine")
         name, token = missing["model.pretrained"], "found" if get_token() else "none (`hf auth login`)"
         page = f"https://huggingface.co/{name}"
         notes.append(f"model.pretrained={name} needs {needs}. Its page: {page}; your token: {token}.")

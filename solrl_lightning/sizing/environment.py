@@ -1,7 +1,7 @@
 """Rows of task=doctor about the machine and the files of a run. They need no model."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from torch.utils.collect_env import SystemEnv, get_env_info
 from solrl_lightning.artifacts.tables import OK, WRONG, Row, judged
 from solrl_lightning.machine.environment import cpu_name, versions
 
-_TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_torch")
 _TIMEOUT = 5.0  # seconds for an answer of the hub
 # Lines of lscpu, and flags of instructions that a product of matrices is made of.
 _CPU_LINES = re.compile(r"Architecture|Model name|CPU\(s\)|Socket|Core|Thread|L\d\w? cache|Flags")
@@ -27,7 +26,9 @@ def check_machine() -> Iterator[Row]:
     yield Row("machine", OK, "; ".join([system.os, cpu_name(), *gpus]), "", without_kernel(system))
     packages = versions()
     yield Row("packages", OK, _listed(packages), "", packages)
-    yield judge_transformer_engine(installed(_TRANSFORMER_ENGINE))
+    names = ("transformer_engine", "transformer_engine_torch")
+    installed = {name: next((each.version for each in metadata.distributions(name=name)), None) for name in names}
+    yield judge_transformer_engine(installed)
     yield judge_cuda(system)
 
 
@@ -45,11 +46,6 @@ def without_kernel(system: SystemEnv) -> dict[str, Any]:
 
 def _listed(packages: Mapping[str, str | None]) -> str:
     return ", ".join(f"{name} {version or 'not installed'}" for name, version in packages.items())
-
-
-def installed(names: Sequence[str]) -> dict[str, str | None]:
-    """Return the version of each package, None if it is not installed."""
-    return {name: next((d.version for d in metadata.distributions(name=name)), None) for name in names}
 
 
 def judge_transformer_engine(packages: Mapping[str, str | None]) -> Row:

@@ -83,17 +83,12 @@ def first_reached(costs: Sequence[float], gaps: Sequence[float]) -> float | None
     return None
 
 
-class SpeedUp(NamedTuple):
-    """Ratio of the reference's cost to a group's; its limits come from the limits of the group's cost."""
+def speed_up(group: Reached, reference: Reached) -> dict[str, float | None] | None:
+    """Return by which factor a group reaches the reward at a lower cost; None if one of the two does not reach it.
 
-    mean: float
-    low: float | None
-    high: float | None
-
-
-def speed_up(group: Reached, reference: Reached) -> SpeedUp | None:
-    """Return by which factor a group reaches the reward at a lower cost; None if one of the two does not reach it."""
+    Its ``mean`` has the limits ``low`` and ``high``, of the limits of the group's cost.
+    """
     if not group.mean or reference.mean is None:  # cost 0: the base already has the reward
         return None
     low, high = (reference.mean / limit if limit else None for limit in (group.high, group.low))
-    return SpeedUp(reference.mean / group.mean, low, high)
+    return {"mean": reference.mean / group.mean, "low": low, "high": high}

@@ -146,7 +146,7 @@ def describe_cost(group: Group, reference: Group, cost: str) -> dict[str, Any]:
         reached, factor = cost_to_reach(group.curves[cost], targets), None
         if group is not reference and cost in reference.curves:
             factor = speed_up(reached, cost_to_reach(reference.curves[cost], targets))
-        points[str(percent)] = reached._asdict() | {"speed_up": factor and factor._asdict()}
+        points[str(percent)] = reached._asdict() | {"speed_up": factor}
     return {"points": points, "unknown": [run.folder for run in group.runs if not costs(run, cost)]}
 
 

@@ -13,7 +13,6 @@ from reward_servers import in_thread
 from small_runs import Command, the_line
 
 from solrl_lightning.cli import hub
-from solrl_lightning.cli.checks import downloads
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 
@@ -23,7 +22,7 @@ NEEDS = "model.pretrained=black-forest-labs/FLUX.1-dev needs 34 GB of disk, a GP
 
 
 def check(cfg: Run) -> list[str]:
-    return hub.check_hub(*downloads(cfg))
+    return hub.check_hub(cfg)
 
 
 @pytest.fixture(autouse=True)

@@ -75,8 +75,8 @@ def test_a_group_reaches_its_own_final_reward_at_its_end() -> None:
 
 def test_the_speed_up_is_the_ratio_of_the_costs() -> None:
     reference = Reached(60, None, None, 60, None)
-    assert speed_up(Reached(20, 15, 30, 80, PAIRED), reference) == (3, 2, 4)
-    assert speed_up(Reached(20, 0, None, 80, PAIRED), reference) == (3, None, None)
+    assert speed_up(Reached(20, 15, 30, 80, PAIRED), reference) == {"mean": 3, "low": 2, "high": 4}
+    assert speed_up(Reached(20, 0, None, 80, PAIRED), reference) == {"mean": 3, "low": None, "high": None}
     assert speed_up(Reached(None, 15, None, 80, PAIRED), reference) is None
     assert speed_up(reference, Reached(None, None, None, 80, None)) is None
 
