@@ -52,6 +52,13 @@ _MEANINGS = {
     "explore/explorers": "Explorers that answer.",
     "explore/explorer_seconds": "Seconds of all explorers: their number times time/explore, if none of them waits.",
     "explore/explorers_lost": "How often an explorer was lost; others got its candidates.",
+    "rank/spearman": "1: the proxy orders the pool as BF16 does; 0: it selects by chance.",
+    "rank/top_overlap": "Share of the best and of the worst by the proxy that are so in BF16, too; by chance half of "
+    "family.keep over family.pool (12 of 96: 0.125).",
+    "rank/top_mean_rank": "Ranks in BF16 of the seeds that the proxy calls the best and the worst; by chance both are "
+    "in the middle.",
+    "rank/kept_spearman": "Of every iteration, and above that of the pool: only the extremes are in it, which are easy "
+    "to order.",
     "train/loss": "What the optimiser minimises; it need not fall while the reward rises.",
     "train/kl": "Distance of the policy's velocity from the base's. A steep rise announces a collapse.",
     "train/grad_norm": "Norm of the gradient before clipping.",
@@ -322,13 +329,10 @@ def other_rewards_section(facts: Mapping[str, Any]) -> Section:
 
 def picture_section(samples: Path) -> Section:
     pictures = []
-    for name, text in (
-        ("grid", "Left the base, right the trained model: same held-out prompts, same noise, after iteration {}."),
-        (
-            "pool",
-            "Some of the best and of the worst samples of a prompt that iteration {} trained on, with their rewards.",
-        ),
-    ):
+    for name, text in {
+        "grid": "Left the base, right the trained model: same held-out prompts, same noise, after iteration {}.",
+        "pool": "Some of the best and of the worst samples of a prompt of iteration {}, with their rewards.",
+    }.items():
         if files := sorted(samples.glob(f"{name}_*.png")):
             pictures.append((data_uri(files[-1]), text.format(int(files[-1].stem.rpartition("_")[2]))))
     return Section("Pictures", pictures=pictures)
@@ -367,34 +371,14 @@ def rank_section(history: Rows) -> Section:
     probes = [row for row in history if "rank/spearman" in row]
     on_kept = ["rank/kept_spearman", "rank/kept_kendall"]
     charts, rows = [], []
-    for title, *names, note in (
-        (
-            "rank correlation of a probe",
-            "rank/spearman",
-            "rank/kendall",
-            "1: the proxy orders the pool as BF16 does; 0: it selects by chance.",
-        ),
-        (
-            "overlap with the true best and worst",
-            "rank/top_overlap",
-            "rank/bottom_overlap",
-            "Share of the best and of the worst by the proxy that are so in BF16, too; by chance half of family.keep "
-            "over family.pool (12 of 96: 0.125).",
-        ),
-        (
-            "mean true rank of the best and the worst",
-            "rank/top_mean_rank",
-            "rank/bottom_mean_rank",
-            "Ranks in BF16 of the seeds that the proxy calls the best and the worst; by chance both are in the middle.",
-        ),
-        (
-            "rank correlation on the kept set",
-            *on_kept,
-            "Of every iteration, and above that of the pool: only the extremes are in it, which are easy to order.",
-        ),
+    for title, *names in (
+        ("rank correlation of a probe", "rank/spearman", "rank/kendall"),
+        ("overlap with the true best and worst", "rank/top_overlap", "rank/bottom_overlap"),
+        ("mean true rank of the best and the worst", "rank/top_mean_rank", "rank/bottom_mean_rank"),
+        ("rank correlation on the kept set", *on_kept),
     ):
         if set(names) & set(names_of(history)):
-            charts.append(history_chart(history, *names, title=title, note=note))
+            charts.append(history_chart(history, *names, title=title))
     for name in names_of(probes):
         values = column(probes, name)[1]
         if name.startswith("rank/") and name not in on_kept and values:
@@ -499,13 +483,8 @@ def column(history: Rows, name: str) -> tuple[list[float], list[float]]:
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def history_chart(history: Rows, *names: str, title: str = "", note: str = "") -> Chart:
+def history_chart(history: Rows, *names: str, title: str = "") -> Chart:
     """Draw some tags against iterations."""
     series = [Series(name, *column(history, name)) for name in names]
-    return draw_chart(
-        title or names[0],
-        series,
-        ITERATIONS,
-        limits=(0.0, 1.0) if names[0] in _FRACTIONS else None,
-        note=note or _MEANINGS.get(names[0], ""),
-    )
+    limits = (0.0, 1.0) if names[0] in _FRACTIONS else None
+    return draw_chart(title or names[0], series, ITERATIONS, limits=limits, note=_MEANINGS.get(names[0], ""))
