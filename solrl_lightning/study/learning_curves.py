@@ -65,13 +65,10 @@ def difference_chart(groups: Sequence[Group], reference: Group, reward: str) -> 
     series = []
     for group in groups:
         gaps = {} if group is reference else paired_gaps(group, reference)
-        if gaps:
-            means = [mean_of(gap) for gap in gaps.values()]
-            limits = [(mean.low, mean.high) for mean in means if mean.low is not None and mean.high is not None]
-            low, high = map(list, zip(*limits, strict=True)) if limits else ([], [])
-            series.append(Series(group.name, list(gaps), [mean.mean for mean in means], low, high))
-        else:
-            series.append(Series(group.name, [], [], is_reference=group is reference))
+        means = [mean_of(gap) for gap in gaps.values()]
+        limits = [(mean.low, mean.high) for mean in means if mean.low is not None and mean.high is not None]
+        low, high = map(list, zip(*limits, strict=True)) if limits else ([], [])
+        series.append(Series(group.name, list(gaps), [mean.mean for mean in means], low, high, group is reference))
     if not any(line.x for line in series):
         return None
     note = "above the dashed line: better than the reference; band: 95 % interval (Student's t)"

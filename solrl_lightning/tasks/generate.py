@@ -37,8 +37,9 @@ def generate(cfg: Run) -> dict[str, Any]:
     task = cfg.task_as(Generate)
     started = time.perf_counter()
     prompts = requested_prompts(cfg)
-    seeds = requested_seeds(cfg, prompts)
-    weights = cfg.weights
+    seeds, weights = evaluation_seeds(cfg.seed, identities(prompts), task.images), cfg.weights
+    if task.seeds is not None:
+        seeds = torch.tensor(task.seeds).expand(len(prompts), -1)
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), device_of(cfg.trainer))
     load_weights(module, cfg)
@@ -68,14 +69,6 @@ def generate(cfg: Run) -> dict[str, Any]:
     write_json(folder / "generate.json", result)
     print(f"{len(images)} images in {result['seconds']:.0f} s\n  {folder / 'images'}, {folder / 'generate.png'}")
     return result
-
-
-def requested_seeds(cfg: Run, prompts: list[Prompt]) -> Tensor:
-    """Return seeds, int64 [P, n]: ``task.seeds`` for every prompt if given, otherwise the seeds of evaluations."""
-    task = cfg.task_as(Generate)
-    if task.seeds is None:
-        return evaluation_seeds(cfg.seed, identities(prompts), task.images)
-    return torch.tensor(list(task.seeds)).expand(len(prompts), -1)
 
 
 def without_training(cfg: Run) -> Run:

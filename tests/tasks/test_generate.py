@@ -16,7 +16,7 @@ from solrl_lightning.build import build_model
 from solrl_lightning.options.run import Run
 from solrl_lightning.run_prompts import requested_prompts
 from solrl_lightning.seeds import evaluation_seeds
-from solrl_lightning.tasks.generate import generate, requested_seeds, without_training
+from solrl_lightning.tasks.generate import generate, without_training
 
 Compose = Callable[..., Run]
 
@@ -108,5 +108,4 @@ def test_base_uses_prompts_of_a_file_and_the_given_seeds(
 def test_prompts_of_the_command_line_may_have_commas_and_spaces(compose: Compose) -> None:
     cfg = compose("task=generate", 'task.prompts=[a red apple, "two, or three, dogs"]')
     assert requested_prompts(cfg) == prompts_of(["a red apple", "two, or three, dogs"])
-    assert requested_seeds(cfg, prompts_of("ab")).shape == (2, 4)
     assert cfg.weights == {"base": "base"}
