@@ -10,7 +10,6 @@ from solrl_lightning.options.family import Exploration, Pool
 from solrl_lightning.options.rules import (
     MAX_ITERATIONS,
     MAX_SEED,
-    Broken,
     Count,
     Group,
     Images,
@@ -33,6 +32,10 @@ Glob = Annotated[
         "For example 'task.runs=outputs/train/*'.",
     ),
 ]
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) and each.strip() for each in value)
 
 
 def _are_seeds(value: Any) -> bool:
@@ -146,9 +149,7 @@ class Export(_Known):
 
 
 class Generate(_Known):
-    prompts: Annotated[
-        list[Any], must_be("a list of texts", lambda value: isinstance(value, list), f"Give texts, {_TEXTS}.")
-    ]
+    prompts: Annotated[list[str], must_be("a list of texts that are not empty", _are_texts, f"Give texts, {_TEXTS}.")]
     """Texts; quote one with a comma, bracket or =."""
     prompt_file: str | None
     """File or named source, as in data.train, instead of ``prompts``."""
@@ -167,9 +168,6 @@ class Generate(_Known):
         if bool(self.prompts) == (self.prompt_file is not None):
             both = "both" if self.prompts else "neither"
             raise UserError(f"task=generate takes task.prompts, {_TEXTS}, or task.prompt_file=<file>; got {both}.")
-        for prompt in self.prompts:
-            if not isinstance(prompt, str) or not prompt.strip():
-                raise Broken(f"{prompt!r} is no text.", "prompts", f"Give texts, {_TEXTS}.")
 
 
 class Card(Group):

@@ -145,12 +145,12 @@ task=audit task.proxies=[{sampler:merged,steps:2,decoder:half}] | task.proxies.0
 task=audit task.proxies=[{sampler:shadow}] | task.proxies.0.steps is missing: a run needs it. Add it.
 task=audit task.proxies=[{sampler:shadow,steps:4,decoder:preview}] | task.proxies.0.decoder=preview is invalid: it needs
 task=generate                    | task.prompt_file=<file>; got neither
-task=generate task.prompts=5     | task.prompts=5 is invalid: it must be a list of texts. Give texts, for example
-task=generate task.prompts=['']  | task.prompts=[''] is invalid: '' is no text
+task=generate task.prompts=5     | task.prompts=5 is invalid: it must be a list of texts that are not empty. Give
+task=generate task.prompts=['']  | task.prompts=[''] is invalid: it must be a list of texts that are not empty
 task=generate task.prompts=[a] task.seeds=[1,1] | it must be a list of different whole numbers
 task=generate task.prompts=[a] task.prompt_file=b | got both
-task=generate task.prompts=[a,7] | 7 is no text
-task=generate task.prompts=[a,null] | None is no text
+task=generate task.prompts=[a,7] | task.prompts=[a, 7] is invalid: it must be a list of texts
+task=generate task.prompts=[a,null] | task.prompts=[a, null] is invalid: it must be a list of texts
 task=generate task.prompts=[a] task.seeds=3 | task.seeds=3 is invalid: it must be a list of different whole numbers
 task=generate task.prompts=[a] task.seeds=[] | task.seeds=[] is invalid
 task=generate task.prompts=[a] task.seeds=[1,2.5] | task.seeds=[1, 2.5] is invalid
