@@ -132,7 +132,8 @@ def plant(mutant: Mutant, tree: Path) -> None:
     for folder in ("callbacks", "conf"):
         shutil.copytree(ROOT / folder, tree / "solrl_lightning" / folder, ignore=ignored)
         (tree / folder).symlink_to(tree / "solrl_lightning" / folder)
-    shutil.copy(ROOT / "pyproject.toml", tree)
+    for file in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / file, tree)
     file = tree / mutant.file
     file.write_text(file.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
 

@@ -10,6 +10,8 @@ from solrl_lightning.errors import UserError
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
+DEEP = b"[" * 200_000
+
 
 def take_each_file_away(folder: Path, outputs_of: Callable[[], Sequence[Tensor]], leave: str = "") -> dict[str, bool]:
     """Return whether each file of ``folder``, but those that end with ``leave``, is needed, by its path there."""
@@ -18,7 +20,7 @@ def take_each_file_away(folder: Path, outputs_of: Callable[[], Sequence[Tensor]]
     for file in sorted(files):
         name, aside = str(file.relative_to(folder)), folder.with_name(f"{folder.name}.aside")
         file.rename(aside)
-        objects, weights = [b"[", b"[]", b"\xef\xbb\xbf{}"], [b"", b"no weights" * 100, aside.read_bytes()[:-9]]
+        objects, weights = [DEEP, b"[]", b"\xef\xbb\xbf{}"], [b"", b"no weights" * 100, aside.read_bytes()[:-9]]
         damaged = {".json": objects, ".safetensors": weights, ".pt": weights, ".pth": weights}
         for content in (None, POINTER, *damaged.get(file.suffix, [])):
             if content is not None:

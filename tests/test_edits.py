@@ -109,12 +109,6 @@ def test_images_are_generated_and_evaluated_beside_their_input(run: Compose, edi
     assert levels(tmp_path / "evaluate.png", (60, 140)) == (255, 0, 0)
 
 
-def test_run_needs_an_image_for_each_prompt(run: Compose, tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": train_captions()[0]}))
-    with pytest.raises(UserError, match=r"texts.jsonl is invalid: this model edits an image, .* has no image\. Add it"):
-        check_prompts(run(f"data.train={tmp_path / 'texts.jsonl'}"))
-
-
 def test_plan_and_doctor_know_it(run: Compose, tmp_path: Path) -> None:
     cfg, cpu = run("task=doctor", "family=prefix"), torch.device("cpu")
     planned = plan_run(without_files(cfg), resolve("bf16", "auto", cpu))

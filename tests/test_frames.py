@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from solrl_lightning.data.prompt import Prompt
-from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.frames import choose_frames, filmstrip
 from solrl_lightning.metrics.images import describe
 from solrl_lightning.options.run import Run
@@ -85,16 +85,6 @@ def test_evaluations_of_other_frames_do_not_compare() -> None:
         for frames in (None, "all", 2, 4)
     }
     assert len(digests) == 4
-
-
-def test_frames_that_a_video_does_not_have_raise(compose: Compose) -> None:
-    for key, value, rule in (
-        ("num_frames", 32, "it must be 1 more than a multiple of 4"),
-        ("frames", 34, "a video has model.num_frames=33. Set model.frames=all."),
-        ("frames", "last", "it must be first, middle, all, or a whole number"),
-    ):
-        with pytest.raises(UserError, match=f"model.{key}={value} is invalid: {rule}"):
-            compose("model=wan", f"model.{key}={value}")
 
 
 def test_pictures_of_videos_are_filmstrips(compose: Compose, tmp_path: Path) -> None:

@@ -11,11 +11,7 @@ REPOSITORY = Path(__file__).parents[1]
 ROOTS = ["__main__", "options.run", "tasks.train"]
 WINGS = (
     *("explorers", "training.sharding", "training.sharded_full", "training.full", "sizing", "cli.sweep_job"),
-    *(
-        "policies.architectures",
-        "policies.preview",
-        "policies.lora_files",
-    ),
+    *("policies.architectures", "policies.preview", "policies.lora_files"),
     *("quantization.transformer_engine", "quantization.nvfp4_packed", "rewards.client", "rewards.server"),
     *("study.run_groups", "study.elsewhere", "study.learning_curves", "study.time_to_reward"),
 )

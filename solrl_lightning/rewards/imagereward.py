@@ -189,7 +189,7 @@ def _read_text_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         return {key: config[key] for key in _TEXT_KEYS}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"the file {file} of the reward imagereward is invalid: it must be JSON with the text tower's "
             f"{', '.join(_TEXT_KEYS)}; reading stopped at {sentence(error)} Download it again: `hf download "

@@ -314,16 +314,9 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
     ("arguments", "message"),
     [
         ("model.init_lora=nowhere", "model.init_lora=nowhere is invalid: it must be a LoRA file, or a folder with"),
-        ("reward=imagereward reward.imagereward.tokenizer=./nowhere", "it must be a hub id, a local folder"),
-        ("task=generate task.prompt_file=nowhere.txt", "the path nowhere.txt does not exist"),
         ("task=generate task.prompts=[a] task.base=false", "leaves only the trained weights"),
         ("task=compare", "outputs/multirun/*/*"),
         ("task=audit task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "There is no precision named 'fp3'"),
-        ("precision.backend=transformer_engine trainer=cpu", "needs an NVIDIA GPU"),
-        (
-            "optimizer._target_=torch.optim.SGD",
-            "optimizer.betas=[0.9, 0.999] is invalid: nothing reads that key. SGD takes",
-        ),
         ("iterations=4,5", "gives several values. Add -m for a run of each.\n"),
         ("reward=shapes,http", "each, or write 'reward=[shapes,http]' for one run of them together.\n"),
         ("family=sol_rl,race", "gives several values. Add -m for a run of each.\n"),
@@ -332,27 +325,19 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
             "each, or quote a text that has a comma: \"task.prompts='a cat, left'\".\n",
         ),
         ("'data.train=a b=c'", "A text with '=' needs quotes that survive the shell: 'data.train=\"a b=c\"'."),
-        ("'task.prompts=[a cat, x=y]'", 'needs quotes that survive the shell: \'task.prompts=["a cat","x=y"]\'.'),
         ("\"'optimizer.lr=1e-4'\"", "no shell has read its outer quotes. Write optimizer.lr=1e-4.\n"),
         ('"\'task.prompts=[\\"a cat\\"]\'"', 'no shell has read its outer quotes. Write task.prompts=["a cat"].\n'),
         ("\u201citerations=1\u201d", "its quotes are those of a word processor. Write iterations=1.\n"),
         ("'data.train=\u201ca b.txt\u201d'", "a word processor. Write 'data.train=\"a b.txt\"'.\n"),
-        ("\u2018task.prompts=[\u201ca cat\u201d]\u2019", "word processor. Write 'task.prompts=[\"a cat\"]'.\n"),
         ("\u2013m seed=1,2", "its dashes are those of a word processor. Write -m.\n"),
         ("\u2014help", "its dashes are those of a word processor. Write --help.\n"),
-        ("'task.prompts=[a dog\u2019s]'", "needs quotes that survive the shell: 'task.prompts=[\"a dog\u2019s\"]'.\n"),
         ("hydra.run.dir=~/a", f"needs quotes that survive the shell: 'hydra.run.dir=\"{Path.home()}/a\"'."),
         ('"task.prompts=[it\'s]"', 'A text with "\'" needs quotes'),
         ("-m family=sol_rl, prefix", "the shell has split it at a space. Write family=sol_rl,prefix."),
-        ("-m family=sol_rl ,prefix", "the shell has split it at a space. Write family=sol_rl,prefix."),
-        ("family = prefix", "the shell has split it at a space. Write family=prefix."),
         ("reward=[shapes, pickscore] seed=1", "Write 'reward=[shapes,pickscore]'."),
         ("-m seed=1,2,", "it has a comma or space too many. Write seed=1,2."),
-        ("-m family=sol_rl,solrl", "Did you mean family=sol_rl?"),
         ("-m family=sol_rl,compile family.keep=24,97", "error: family=sol_rl family.keep=97: family.keep=97 is"),
         ("-m seed=1,2 family.keep=97", "error: seed=1: family.keep=97 is invalid: it must be"),
-        ("-m data.eval=shapes-eval,nowhere.txt", "error: data.eval=nowhere.txt: the prompt source"),
-        ("-m prompts_per_iteration=2,1000000", "error: prompts_per_iteration=1000000: prompts_per_iteration=10"),
         ("~trainer", "A run has one trainer"),
         ("family=[sol_rl,prefix]", "A run has one family, no list"),
         ("-m seed=1,1", "The sweep has the run of all its values twice."),
@@ -360,22 +345,17 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("-m hydra.sweep.dir=.", "hydra.sweep.dir=. is invalid"),
         ("-m 'hydra.sweep.dir=${hydra:job.name}'", "only. Write 'hydra.sweep.dir=${hydra.job.name}', or use"),
         ("'hydra.run.dir=\"~elsewhere/a\"'", "hydra.run.dir=~elsewhere/a is invalid: Hydra would make a folder ~"),
-        ("'hydra.run.dir=\"~/../dev/null/a\"'", "/dev/null/a"),
-        ("'data.train=\"~/nowhere.txt\"'", f"{Path.home()}/nowhere.txt"),
         ("'seed=int(x)'", "Cannot read 'seed=int(x)': ValueError while evaluating"),
         ("reward=null", "reward=null is invalid: it must be one of aesthetic, "),
-        ("callbacks.checkpoint=a", "callbacks.checkpoint=a is invalid: it must be a group of keys"),
-        ("reward.shapes._target_={a:1}", "reward.shapes={_target_:{a:1}, weight:1.0} is invalid: it must have"),
         ("reward=[shapes,shapes]", "it names an option twice"),
         ("-m ckpt=last", "does not go with -m"),
         ("-m ckpt=a.ckpt,b.ckpt", "ckpt takes one file"),
+        ("ckpt=auto -m hydra.sweep.dir=x", "ckpt=auto continues one run"),
         ("run_dir=elsewhere", "hydra.run.dir=<folder>"),
         ("++callbacks.summary.hparams.pool=3", "hparams.pool=3 is invalid: the program sets that key. Leave it out."),
         ("task=evaluate task.reads=[]", "task.reads=[] is invalid: the program sets that key."),
         ("hydra.output_subdir=null", "hydra.output_subdir=null is invalid: a run resumes with the options"),
-        ("--config-dir nowhere", "Additional config directory "),
         ("ckpt=auto", "ckpt=auto is invalid: it needs a folder that the same command finds again"),
-        ("ckpt=auto -m hydra.sweep.dir=x", "ckpt=auto continues one run"),
         ("task=evaluate ckpt=auto hydra.run.dir=x", "Use ckpt=last or ckpt=best for other tasks"),
         ("ckpt=best", "ckpt=best is invalid: no run with checkpoints/best.ckpt is in the record of those"),
     ],
@@ -406,20 +386,12 @@ def test_folder_that_holds_a_sweep_is_an_error(command: Command) -> None:
 
 
 def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path) -> None:
-    weights = torch.arange(1000.0)
-    torch.save({"pytorch-lightning_version": "2.6", "state_dict": {"weight": weights}}, tmp_path / "good")
-    content = bytearray((tmp_path / "good").read_bytes())
-    (tmp_path / "cut.ckpt").write_bytes(content[: len(content) // 2])
-    assert "damaged or cut short" in error_of(command, "ckpt=cut.ckpt")
     (tmp_path / "best.ckpt").touch()
-    assert "Take ckpt=best.ckpt, or start" in error_of(command, "ckpt=cut.ckpt")
-    (tmp_path / "cut.ckpt").write_bytes(POINTER)
-    assert "cut.ckpt is a pointer of git-lfs" in error_of(command, "ckpt=cut.ckpt")
+    for content, fault in ((b"PK", "Take ckpt=best.ckpt, or start"), (POINTER, "cut.ckpt is a pointer of git-lfs")):
+        (tmp_path / "cut.ckpt").write_bytes(content)
+        assert fault in error_of(command, "ckpt=cut.ckpt")
     (tmp_path / "lora.safetensors").touch()
     assert "Begin a new run from this LoRA with model.init_lora=lora.safe" in error_of(command, "ckpt=lora.safetensors")
-    content[content.index(weights.numpy().tobytes()) + 400] ^= 1
-    (tmp_path / "flipped.ckpt").write_bytes(content)
-    assert "is damaged at" in error_of(command, "ckpt=flipped.ckpt")
     for folder in ("run/checkpoints", "run/.hydra"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text("[]")
@@ -652,11 +624,6 @@ def test_task_on_a_run_with_shards_has_no_shards(earlier: Path, tmp_path: Path) 
             "family.pool, reward",
         ),
         ("family=diffusionnft logger=tensorboard", "family=diffusionnft", "family."),
-        ("experiment=smoke", "experiment=smoke", "family.keep, family.pool, "),
-        ("+optimizer.amsgrad=true", "+optimizer.amsgrad=true", "optimizer.amsgrad"),
-        ("model.iterations=4", "model.iterations=4", "model.iterations"),
-        ("reward.combine=gdpo", "reward.combine=gdpo", "reward.combine"),
-        ("family.pool=48 iterations=60", "family.pool=48", "family.pool"),
         ("model=flux1 iterations=60", "model=flux1", "model."),
     ],
 )
@@ -703,14 +670,11 @@ OWN = "+callbacks.g={_target_:a.B,x:1}"
         (OWN, "callbacks.g=null", OWN),
         (f"+{OWN} ~callbacks.g", "callbacks.g={x:2}", f"+{OWN}"),
         (f"{OWN} callbacks.g=null", "+callbacks.g={_target_:c.D}", ""),
-        (f"{OWN} callbacks.g.x=2", "callbacks=[default,early_stopping]", f"{OWN} callbacks.g.x=2"),
         ("logger=csv logger.csv.name=a ~logger.csv.prefix", "logger=tensorboard", ""),
         ("logger.tensorboard.name=a", "~logger", ""),
         ("+logger.tensorboard.max_queue=5 logger.tensorboard.max_queue=6", "logger=csv", ""),
         ("+logger.tensorboard.max_queue=5", "logger=[csv,tensorboard]", "+logger.tensorboard.max_queue=5"),
-        ("+logger.g._target_=a.B +logger.g.x=1", "logger=csv", "+logger.g._target_=a.B +logger.g.x=1"),
         ("+model.policy.x=1", "model=sd3", "+model.policy.x=1"),
-        ("logger.tensorboard.name=a", "logger=[csv,tensorboard]", "logger.tensorboard.name=a"),
         ("family.explore.steps=3 family.pool=48", "family=naive_scaling", "family.pool=48"),
     ],
 )
@@ -780,17 +744,6 @@ def test_rank_of_a_sweep_has_the_options_of_its_config_dir(command: Command, tmp
     arguments = recorded(only(tmp_path, "outputs/multirun/*/0_seed-1"))["argv"]
     assert command(*arguments, "hydra.run.dir=child").status == 0
     assert config(tmp_path / "child")["family"]["pool"] == 6
-
-
-def test_names_in_a_config_dir_or_search_path_are_suggested(command: Command, config_dir: Path) -> None:
-    path = str(config_dir).replace("'", "\\'")
-    for options in (["--config-dir", "it's mine"], [f"hydra.searchpath=['file://{path}']"]):
-        assert "Did you mean reward.bright.weight" in error_of(
-            command, *options, "reward=bright", "reward.bright.wait=2"
-        )
-        message = error_of(command, *options, "family=small", "iteration=2")
-        assert "There is no key iteration. Did you mean iterations?" in message
-    assert "Did you mean reward=bright?" in error_of(command, "--config-dir", "it's mine", "reward=brigt")
 
 
 def test_finished_run_does_not_resume(command: Command) -> None:
@@ -872,15 +825,11 @@ def test_commands_one_after_the_other_in_a_slurm_job_have_two_folders(
         ({}, True),
         ({"LOCAL_RANK": "1"}, False),
         ({"NODE_RANK": "1"}, False),
-        (SRUN | {"SLURM_PROCID": "0"}, True),
         (SRUN | {"SLURM_PROCID": "2"}, False),
         (SRUN | TORCHRUN | {"SLURM_PROCID": "1", "RANK": "0"}, True),  # torchrun numbers its nodes by itself
         (SRUN | TORCHRUN | {"SLURM_PROCID": "0", "RANK": "2"}, False),
-        (SRUN | {"SLURM_JOB_NAME": "bash", "SLURM_PROCID": "2"}, True),
-        (JSRUN | {"JSM_NAMESPACE_RANK": "0"}, True),
         (JSRUN | {"JSM_NAMESPACE_RANK": "2"}, False),
         (SRUN | JSRUN | {"SLURM_PROCID": "2", "JSM_NAMESPACE_RANK": "0"}, False),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"}, True),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, False),
         (MPICH | {"PMI_RANK": "2"}, False),
         ({"PMI_SIZE": "1", "PMI_RANK": "0", "LOCAL_RANK": "1"}, False),
@@ -905,21 +854,13 @@ POD = dict(MASTER_ADDR="10.0.0.1", MASTER_PORT="1", WORLD_SIZE="2", RANK="1")  #
         (SUBPROCESS, (1, 2, 1), ""),
         (SUBPROCESS, (1, 1, 0), "WORLD_SIZE=2 NODE_RANK=0 LOCAL_RANK=1 is invalid here: no launcher has started this"),
         (POD, (1, 1, 0), "WORLD_SIZE=2 RANK=1 is invalid here: .* the trainer takes 1, .* unset these variables."),
-        (POD | {"RANK": "0"}, (2, 1, 0), "WORLD_SIZE=2 RANK=0 is invalid here: no launcher"),
         ({"RANK": "1"}, (1, 1, 0), "RANK=1 is invalid here: no launcher has started this .*, this one for rank 0. St"),
-        ({"LOCAL_RANK": "1"}, (1, 1, 0), "LOCAL_RANK=1 is invalid here"),
-        ({"SLURM_PROCID": "1"}, (1, 1, 0), "SLURM_PROCID=1 is invalid here: no launcher has started this process"),
         ({"WORLD_SIZE": "two"}, (1, 1, 0), "WORLD_SIZE=two is invalid: a launcher sets it to a whole number"),
-        ({"SLURM_NTASKS": ""}, (1, 1, 0), "SLURM_NTASKS= is invalid: a launcher sets it to a whole number"),
         (SRUN | {"SLURM_PROCID": "3"}, (2, 2, 3), ""),
-        (
-            SRUN | {"SLURM_PROCID": "3"},
-            (1, 1, 0),
-            "=4 SLURM_PROCID=3 is .*.num_nodes=2 trainer.devices=2. Each",
-        ),
+        (SRUN | {"SLURM_PROCID": "3"}, (1, 1, 0), "=4 SLURM_PROCID=3 is .*.num_nodes=2 trainer.devices=2. Each"),
         (SRUN | {"SLURM_PROCID": "0"}, (4, 1, 0), "the trainer takes 4, .* Set trainer.num_nodes=2 trainer.devices=2."),
-        (SRUN | {"SLURM_NTASKS": "1"}, (1, 1, 0), ""),
         (SRUN | {"SLURM_NTASKS": "1"}, (1, 8, 0), "srun has started 1 processes, .* set SLURM_JOB_NAME=interactive."),
+        (SRUN | {"SLURM_NTASKS": "1"}, (1, 1, 0), ""),
         (SRUN | {"SLURM_JOB_NAME": "interactive"}, (1, 1, 0), ""),
         (TORCHRUN | {"RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (2, 2, 1), ""),
         (TORCHRUN | {"RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 1, 0), "torchrun has started 4 .*.num_nodes=2 tr"),
@@ -1005,19 +946,9 @@ def test_command_without_an_output_runs(forks: Forks, tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ("--resolve", "ValueError: The --resolve flag can only be used in conjunction with --cfg or --help."),
-        ("--resolve --cfg hydra", "Use --cfg all --resolve."),
-        ("--package family", "--package goes with --cfg. Use --cfg job --package family."),
-        ("--multirun --cfg job", "Only one of --run, --multirun, --cfg, --info"),
         ("hydra.verbose=5", "hydra.verbose=5 is invalid: it must be true, false, or the name of a logger"),
         ("-m hydra.sweeper.max_batch_size=0", "Hydra cannot use this command line: AssertionError. Correct the value"),
-        ("-m hydra.sweeper._target_=a.b", "Hydra cannot use this command line: RuntimeError: Invalid plugin 'a.b'"),
-        (
-            "-m hydra.sweeper.max_batch_size=x",
-            "max_batch_size=x: Value 'x' of type 'str' could not be converted to Integer",
-        ),
-        ("--shell-completion", "ValueError: Expecting one subcommand from ['install', "),
         ("--seed=3", "--seed=3 is no flag (--hydra-help lists them), and an option has no dashes. Write seed=3."),
-        ("--experiment=smoke seed=3", "an option has no dashes. Write experiment=smoke."),  # no --experimental-rerun
         ("seed=3 --prompts-per-iteration 4", "Write prompts_per_iteration=<value>."),
         ("--config-path runs/a/.hydra --config-name config", "--config-name=config is invalid: a run resumes by its"),
     ],

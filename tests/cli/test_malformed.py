@@ -6,11 +6,8 @@ A function of cases writes files into a folder and yields (name, arguments), wit
 
 import copy
 import io
-import json
 import logging
-import os
 import shutil
-import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import SMALL, Command, files_of, the_line
+from small_runs import SMALL, Command, files_of
 
-import solrl_lightning
 from solrl_lightning import __main__ as entry
 
 Case = tuple[str, list[str]]
@@ -214,6 +210,7 @@ def records(folder: Path, run: Path) -> Iterator[Case]:
     summaries = {"text": b"x", "list": b"[]", "empty": b"", "keys": b"{}", "deep": DEEP, "binary": b"\xff"}
     for file, contents, arguments in (
         (".hydra/overrides.yaml", overrides, ["ckpt=last", "hydra.run.dir='{}'"]),
+        (".hydra/config.yaml", {"text": b"a: [1", "empty": b""}, ["task=compare", "task.runs='{}'"]),
         ("summary.json", summaries, ["task=compare", "task.runs='{}'"]),
     ):
         for name, content in contents.items():
@@ -227,60 +224,8 @@ def test_records_of_runs(command: Command, tmp_path: Path, run: Path) -> None:
     assert faults(command, tmp_path, list(records(tmp_path, run))) == []
 
 
-# Models and rewards
-
-
-def model_folders(folder: Path, good: Path) -> Iterator[Case]:
-    """Pipeline folders with one file of ``good`` spoilt; test_loading.py and test_take_away.py have more."""
-    transformer, weights = "transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"
-    config, content = json.loads((good / transformer).read_text()), (good / weights).read_bytes()
-    changes = {
-        "deep index": ("model_index.json", DEEP),
-        "transformer of words": (transformer, json.dumps(config | {"num_layers": "two"}).encode()),
-        "flipped header": (weights, flipped(content, 0)),
-    }
-    for name, (path, spoilt) in changes.items():
-        copied = folder / name
-        shutil.copytree(good, copied, copy_function=os.symlink)
-        (copied / path).unlink()
-        (copied / path).write_bytes(spoilt)
-        yield name, ["task=generate", "task.prompts=[a red circle]", f"model.pretrained='./{name}'"]
-
-
-def test_model_folders(command: Command, tmp_path: Path) -> None:
-    tiny = Path(solrl_lightning.__file__).parent / "assets" / "tiny"
-    assert faults(command, tmp_path, list(model_folders(tmp_path, tiny))) == []
-
-
-def reward_files(folder: Path) -> Iterator[Case]:
-    """Folders of rewards, spoilt before their weights matter; tests/rewards take each file away."""
-    files = {
-        "deep/config.json": ("clipscore", DEEP),
-        "header/config.json": ("pickscore", b'{"model_type": "clip"}'),
-        "blip/med_config.json": ("imagereward", DEEP),
-    }
-    for path, (_, content) in files.items():
-        (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_bytes(content)
-    (folder / "blip" / "ImageReward.pt").write_bytes(b"x")
-    (folder / "header" / "model.safetensors").write_bytes(struct.pack("<Q", 2**60))
-    for path, (reward, _) in files.items():
-        yield path, [f"reward={reward}", f"reward.pretrained='./{path.partition('/')[0]}'"]
-
-
-def test_reward_files(command: Command, tmp_path: Path) -> None:
-    assert faults(command, tmp_path, list(reward_files(tmp_path))) == []
-
-
 # Loggers
 
 
 def test_key_that_the_writer_of_a_logger_does_not_take(command: Command, tmp_path: Path) -> None:
     assert faults(command, tmp_path, [("logger", [*SMALL, "+logger.tensorboard.foo=1"])]) == []
-
-
-def test_callback_that_needs_a_logger(command: Command) -> None:
-    monitor = "+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor"
-    done = command(*SMALL, "~logger", monitor)
-    assert done.status == 2
-    assert "Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger" in the_line(done.err)

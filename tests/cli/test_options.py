@@ -24,43 +24,29 @@ Compose = Callable[..., Run]
 # A command line, and a part of its message after the key and the value of the first argument (or of what it breaks).
 WRONG = """
 seed=-1                          | it must be a whole number from 0 to 4294967295. Use seed=0.
-seed=4294967296                  | it must be a whole number from 0 to 4294967295. Use seed=4294967295.
-seed=1.5                         | it must be a whole number from 0 to 4294967295. Leave it out for the default.
-task=audit task.prompts=0        | it must be a whole number of at least 1. Use task.prompts=1.
 seed=true                        | seed=true is invalid: it must be a whole number
 iterations=0                     | it must be a whole number from 1 to 100000000. Use iterations=1.
-iterations=100000000000000000000 | Use iterations=100000000.
 iterations=null                  | iterations=null is invalid: it must be a whole number from 1 to
 family.pool=100001               | it must be a whole number from 1 to 100000
-model.full_steps=1001            | model.full_steps=1001 is invalid: it must be a whole number from 1 to 1000
-optimizer.lr=nan                 | optimizer.lr=nan is invalid: it must be a finite number above 0
 optimizer.eps=1e-50              | it must be a finite number of at least 1e-30, as float32
 objective.kl_weight=-0.1         | it must be a finite number of at least 0
 objective=awm objective.ratio_clip=-1 | objective.ratio_clip=-1 is invalid: it must be a finite number above 0
-scheduler.warmup=-3              | it must be a finite number of at least 0
 scheduler._target_=solrl_lightning.training.schedules.ema_decay | keys beside _target_, which lack step, and must
-scheduler._target_=torch.optim.lr_scheduler.StepLR | or add +scheduler.optimizer=<value>.
 scheduler._target_=collections.Counter | keys beside _target_ and must return a function of the iterations done. Write
 scheduler._target_=builtins.dict | scheduler: builtins.dict could not be made: no signature found
-old_policy._target_=solrl_lightning.training.schedules.ema_decay | which lack step, and must return a function of the
+model=sd3 model.guidance_scale=0.5 | model.guidance_scale=0.5 is invalid: it must be a finite number of at least
 model.train_timestep_fraction=1.5 | it must be a fraction above 0 and at most 1
 model.lora.alpha=1e300           | model.lora.alpha=1e+300 is invalid: it must be a number above 0 and at most 1000000
 model.solver=heun                | it must be one of euler, dpm2. Leave it out for the default.
 model.gradient_checkpointing=1   | it must be one of true, false, selective, auto
-family.compile=1                 | it must be one of true, false, auto
-base_weights=null                | it must be one of bfloat16, int8, nf4
-training_sampler=foo             | it must be one of merged, policy
 trainer.accelerator=tpus         | it must be one of auto, cpu, gpu
-trainer.devices=0                | it must be auto, a number of devices, or a list of their indices
 trainer.devices=[0,0]            | trainer.devices=[0, 0] is invalid: it must be auto, a number of devices
 trainer.default_root_dir=/tmp/x  | it must be the run's folder. Leave it out, and name the folder with hydra.run.dir=
 +trainer.default_root_dir=x      | +trainer.default_root_dir=x is invalid: trainer.default_root_dir is there, and
 +callbacks.best.dirpath=x seed=1 | Write callbacks.best.dirpath=x.
 +seed=1                          | Write seed=1.
-trainer.num_nodes=x              | it must be a whole number of at least 1
 trainer.precision=16-mixed       | it must be 32-true, as every dtype is set in the code
 trainer.strategy=deepspeed       | Use trainer.strategy=ddp
-+trainer.accumulate_grad_batches=2 | or set model.micro_batch=<rows>
 +trainer.check_val_every_n_epoch=5 | Set evaluation.every=<iterations>
 +trainer.limit_train_batches=1   | trainer.limit_train_batches=1 is invalid: it must be 1.0
 trainer.accumulate_grad_batches=2 | or set model.micro_batch=<rows>
@@ -75,96 +61,65 @@ trainer.logger=false             | trainer.logger=false is invalid: the program 
 trainer.max_epochs=5             | Leave it out, or set iterations=<number>
 ~trainer.max_epochs              | trainer.max_epochs=null is invalid
 precision.backend=foo            | with precision=auto it must be one of auto, torch, transformer_engine, emulated
-callbacks.sample_grid.steps=0    | callbacks.sample_grid.steps=0 is invalid: it must be a whole number from 1 to 1000
-callbacks.rank_correlation.probe_every=-1 | it must be a whole number of at least 0
 callbacks.guard.stop=5           | it must be true or false
-callbacks.guard.limits.drift=0   | it must be a whole number of at least 1
 callbacks.guard.limits=null      | it must be a group of keys
 +callbacks.guard.limits.jump=5   | nothing reads that key. The keys here are fall, diversity, kl, drift.
 explorers.count=2                | explorers=none has 0 and no other option, explorers=ray at least 1. Use explorers=ray
-explorers=ray explorers.count=0  | explorers=none has 0 and no other option
 explorers=ray family=diffusionnft | this family does not explore. Use explorers=none.
 explorers=ray trainer=fsdp family=prefix ~callbacks.sample_grid | trainer=fsdp explores
 explorers=ray explorers.precision=fp9 | precision=fp9 is invalid: it must be one of auto, nvfp4, fp8, int8, bf16
 ~callbacks                       | ~callbacks is invalid: training needs the callbacks requant
-experiment=smoke ~callbacks      | ~callbacks is invalid: training needs the callbacks requant
 ~callbacks.requantize            | ~callbacks.requantize is invalid: training needs
-callbacks.summary=null ~callbacks.export | callbacks.summary=null ~callbacks.export is invalid: training needs
-callbacks.guard=5                | it must be a group of keys with a _target_, a class or function that Python finds
 +callbacks.mine={every:5}        | callbacks.mine={every:5} is invalid: it must be a group of keys with a _target_
 +objective.more=1                | objective.more=1 is invalid: nothing reads that key. NFT takes beta, advantage_clip
 callbacks.best.monitor=nothing   | it must be one of the run's rewards, shapes, or null
 data.column=5                    | it must be a text; a number needs quotes
-data.train={a:b}                 | data.train={a:b} is invalid: it must be a text. Leave it out
 model.lora.target_modules=to_q   | it must be a list
 model.lora.target_modules=[1]    | model.lora.target_modules.0=1 is invalid: it must be a text
-evaluation=3                     | it must be a group of keys
-model.data=null                  | model.data=null is invalid: it must be a group of keys
 ~model.lora                      | model.lora is missing: a run needs it. Add it with +model.lora=<value>, or
-~family.pool                     | family.pool is missing
 +evaluation.ever=5               | evaluation.ever=5 is invalid: nothing reads that key. Did you mean every?
-+precision.x=5                   | nothing reads that key. The keys here are name, backend.
 +model.ful_steps=8               | model.ful_steps=8 is invalid: nothing reads that key. Did you mean full_steps?
 reward.combine=mean              | it must be one of sum, gdpo
 reward.shapes=0.5                | it must have a _target_ and a weight. Set reward.shapes.weight=0.5.
-++reward.shapes=x                | it must have a _target_ and a weight. Begin the reward's file
 reward.shapes.weight=null        | 0 for a reward that is only evaluated. Set reward.shapes.weight=1.
 reward=http reward.http.url=ftp://scorer | reward.http.url=ftp://scorer is invalid: it must begin with http:// or
 reward=vlm reward.vlm.answers={yes:1,no:1} | it must be two or more answers with numbers that differ
 reward=vlm ++reward.vlm.answers={yes:1,Yes:0} | and not only in case
-reward=geneval reward.geneval.strict=1 | reward.geneval.strict=1 is invalid: it must be true or false
 reward.pretrained=x              | it is for one reward that is loaded from files; got shapes. Leave it out.
 reward=[pickscore,hpsv2] reward.pretrained=x/y | Set reward.pickscore.pretrained or reward.hpsv2.pretrained
 reward.shapes.weight=0           | At least one reward needs a weight other than 0
 family.keep=1                    | it must be a whole number of at least 2: the best and the worst of a prompt
 family.pool=10                   | family.keep=24 is invalid: it must be at most family.pool=10. Raise
-task=audit family.keep=97        | family.keep=97 is invalid: it must be at most family.pool=96
 task=audit task.pool=12          | task.keep=24 is invalid: it must be at most task.pool=12
-optimizer.betas=[]               | it must be a list of two numbers of at least 0 and below 1
 optimizer.betas=[0.9,1]          | it must be a list of two numbers of at least 0 and below 1
 family=race family.keep=4 family.explore.rungs=[{step:3,keep:24}] | Set it so, or leave family.pool and family.keep out.
 optimizer_steps=25               | it must be at most family.keep=24
 objective=dance_grpo family.keep=2 | of every prompt. Set optimizer_steps=2 or raise family.keep.
 family=prefix family.explore.steps=3 | below family.explore.steps=3. Lower it (by default model.prefix_steps) or raise
-task=audit model.full_steps=3 | below task.proxies.4.steps=3. Lower it (by default model.prefix_steps) or raise
 objective=flow_grpo objective.window=6 | objective.window=6 is invalid: it must be at most 5, half of family.regen
 base_weights=int8 family.compile=true | with family.compile=true it must be bfloat16, as torch.compile does not
 family.explore.stop_after=6      | family.explore.stop_after=6 is invalid: it must be at least 1 and below family.ex
 family=prefix family.explore.stop_below=0.7 | stop_below=0.7 is invalid: family.explore.stop_after=4 stops the same
 family.explore.stop_below=1       | it must be a noise level above 0 and below 1
-family.explore.stop_below=0       | it must be a noise level above 0 and below 1
 ++family.regenerate.stop_below=0.7 | nothing reads that key. The keys here are sampler, steps,
-++family.explore.keep=4 | nothing reads that key
 family.explore.decoder=preview   | it needs a tiny autoencoder of this model's latents
 task=audit task.proxies=[]       | task.proxies is empty
 task=audit task.proxies=[{sampler:shadows,steps:2}] | proxies.0.sampler=shadows is invalid: it must be one of shadow
-task=audit task.proxies=[{sampler:shadow,steps:0}] | proxies.0.steps=0 is invalid: it must be a whole number from 1
 task=audit task.proxies=[{sampler:merged,steps:2,stop_after:2}] | task.proxies.0.stop_after=2 is invalid
-task=audit task.proxies=[{sampler:merged,steps:2,solver:heun}] | it must be one of euler, dpm2
-task=audit task.proxies=[{sampler:merged,steps:2,decoder:half}] | task.proxies.0.decoder=half is invalid: it must be one
 task=audit task.proxies=[{sampler:shadow}] | task.proxies.0.steps is missing: a run needs it. Add it.
-task=audit task.proxies=[{sampler:shadow,steps:4,decoder:preview}] | task.proxies.0.decoder=preview is invalid: it needs
 task=generate                    | task.prompt_file=<file>; got neither
 task=generate task.prompts=5     | task.prompts=5 is invalid: it must be a list of texts that are not empty. Give
 task=generate task.prompts=['']  | task.prompts=[''] is invalid: it must be a list of texts that are not empty
 task=generate task.prompts=[a] task.seeds=[1,1] | it must be a list of different whole numbers
 task=generate task.prompts=[a] task.prompt_file=b | got both
-task=generate task.prompts=[a,7] | task.prompts=[a, 7] is invalid: it must be a list of texts
-task=generate task.prompts=[a,null] | task.prompts=[a, null] is invalid: it must be a list of texts
-task=generate task.prompts=[a] task.seeds=3 | task.seeds=3 is invalid: it must be a list of different whole numbers
-task=generate task.prompts=[a] task.seeds=[] | task.seeds=[] is invalid
-task=generate task.prompts=[a] task.seeds=[1,2.5] | task.seeds=[1, 2.5] is invalid
-task=generate task.prompts=[a] task.seeds=[true] | task.seeds=[true] is invalid
 task=generate task.prompts=[a] task.seeds=[-1] | task.seeds=[-1] is invalid
-task=generate task.prompts=[a] task.seeds=[4294967296] | task.seeds=[4294967296] is invalid
-task=generate task.prompts=[a] task.images=0 | task.images=0 is invalid: it must be a whole number from 1 to
 task=compare task.runs=[a,b]     | it must be one glob, in quotes, that matches all runs
-task=serve task.max_images=0      | task.max_images=0 is invalid: it must be
-task=serve task.max_pixels=none   | task.max_pixels=none is invalid: it must be
 task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 takes a free port
-task=plan task.reserve=nan        | it must be a finite number of at least 0
 model.policy.decode_batch=[]     | it is model.decode_batch. Set model.decode_batch, which
 model=z_image +model.scheduler={shift:9.0} | nothing reads it. Leave it out or set it to null, or add '+model
+model=wan model.num_frames=32 | model.num_frames=32 is invalid: it must be 1 more than a multiple of 4
+model=wan model.frames=34 | a video has model.num_frames=33. Set model.frames=all.
+model=wan model.frames=last | it must be first, middle, all, or a whole number
 callbacks.checkpoint.dirpath=x  | checkpoints, as ckpt=last reads from it
 family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:2,keep:48},
 family=race family.explore.rungs=[{step:2}] | family.explore.rungs.0.keep is missing
@@ -182,6 +137,11 @@ family=race family.regenerate.steps=20 | it resumes the trajectories of family.e
 trainer=fsdp                     | family.explore.sampler=shadow is invalid with trainer=fsdp
 trainer=fsdp family=prefix       | Set callbacks.sample_grid.every=0
 task=evaluate trainer=fsdp       | only task=train shards the weights
+base_weights=int8 model.train=full family=prefix | model.train=full has no frozen weights
+model.train=full family=prefix model.init_lora=a | model.train=full has no frozen weights and no LoRA
+trainer=fsdp family=prefix callbacks.sample_grid.every=0 family.compile=true | Set family.compile=false
+trainer=fsdp family=prefix callbacks.sample_grid.every=0 compile_training=true | Set compile_training=false
+trainer=fsdp family=prefix callbacks.sample_grid.every=0 base_weights=int8 | Set base_weights=bfloat16
 """
 
 

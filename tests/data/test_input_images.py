@@ -49,16 +49,13 @@ def test_instruction_for_two_images_is_two_prompts(folder: Path, monkeypatch: py
     [
         ({}, r"row \{\"prompt\": ..., \"image\": <file>\} of a .jsonl file; this one has no image\. Add it"),
         ({"image": 7}, "this one has 7"),
-        ({"image": ""}, "this one has ''"),
         ({"image": "other.png"}, "neither .*/other.png nor .*/images/other.png. Correct the row, or put the file"),
         ({"image": "images"}, "its image must be a file"),
-        ({"image": "cut.png"}, "its image cannot be read: .* Write the file again"),
         ({"image": "cut.jpg"}, "its image cannot be read: image file is truncated .* Write the file again"),
         (
             {"image": "deep.tiff"},
             r"its image cannot be read: its pixels have 32 bits \(mode F\), and must have 8 or 16",
         ),
-        ({"image": "text.png"}, "its image cannot be read: cannot identify image file .* Write the file again"),
     ],
 )
 def test_row_without_a_readable_image_is_an_error(folder: Path, row: dict[str, Any], message: str) -> None:

@@ -74,16 +74,10 @@ def test_folder_of_flow_factory_has_a_file_for_each_split(tmp_path: Path, monkey
     ("line", "message"),
     [
         ('{"prompt": "a cat"', r"must be a JSON object \(Expecting ',' delimiter at character 19\)"),
-        ('["a cat"]', r'must be a JSON object; got \["a cat"\]'),
-        (
-            '{"caption": "a cat", "tag": "x"}',
-            r"data.column names; this one has no such key \(its keys: caption, tag\)",
-        ),
-        ('{"prompt": 7}', "this one has 7"),
+        ('{"caption": "a cat", "tag": "x"}', r"data.column names; this one has no such key \(its keys: caption, tag\)"),
         ('{"prompt": "a cat", "tag": "x", "tag": "y"}', "it has the key 'tag' twice"),
         ('{"prompt": "a cat", "score": NaN}', "NaN is no finite number"),
         ('{"prompt": "a cat", "of": [{"score": -1e999}]}', "-1e999 is no finite number"),
-        (f'{{"prompt": "a cat", "score": {"9" * 5000}}}', "must be a JSON object: Exceeds the limit"),
         ('{"prompt": "a cat", "tag": 7}', 'the "tag" of a prompt must be a string; got 7'),
     ],
 )
@@ -161,7 +155,6 @@ def test_value_of_a_csv_file_may_be_long_and_have_several_lines(tmp_path: Path) 
     [
         ("a.csv", ['"OPEN" sign', "fog"], 2),
         ("a.tsv", ["fog", '"OPEN" sign'], 3),
-        ("a.csv", ["fog", r'"a \"b\" c"'], 3),
         ("a.csv", ['"two', 'lines"', '"OPEN" sign'], 4),
         ("a.csv", ["fog", '"unclosed', "snow", "rain"], 3),
         ("a.tsv", ["fog", '"unclosed', "snow", 'rain"', "owls"], 3),
@@ -190,7 +183,6 @@ def test_pointer_of_git_lfs_is_an_error(tmp_path: Path, name: str) -> None:
         (b'"prompt"\n"1","a"\n', "this one has 2 values. .* or write the name that line 1 lacks, as of R's row names"),
         ("prompt\nein grüner Stern\n".encode("latin-1"), r"it must be UTF-8, and has the byte 0xfc at .* \(line 2\)"),
         (b"", "data.column=prompt is invalid: .* the columns of .*a.csv are none"),
-        (b"prompt,prompt\na,b\n", "data.column=prompt is invalid: .* the columns of .*a.csv are prompt, prompt"),
         (b"prompt,x,,,x\na,1,,,2\n", "a.csv is invalid: it has the column 'x' twice"),
     ],
 )

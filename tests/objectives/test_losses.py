@@ -33,12 +33,7 @@ PEPG = {"kl_weight": 0.0, "advantage_scale": 0.5}
         ),
         # Predictions of x0 1.25 and 1.5 have normalised errors 0.25 and 0.5, so D = 0.25; A = 2 * 0.5:
         # -e^0.25 (1 - 0.25) (-0.25) = 0.24075. KL 0.16.
-        (
-            pepg_loss,
-            PEPG | {"kl_weight": 0.1},
-            *(0.5, 0.0, 0.1, 2.0),
-            [0.2567548, 0.2407548, 0.16, 0.25, -0.25, 0.25],
-        ),
+        (pepg_loss, PEPG | {"kl_weight": 0.1}, *(0.5, 0.0, 0.1, 2.0), [0.2567548, 0.2407548, 0.16, 0.25, -0.25, 0.25]),
         # Target 0.25 - 6 * 0.5 = -2.75, at a distance of 3.5; v_ref is at 0.5.
         (ram_loss, {"strength": 3.0}, 0.75, 0.5, 0.25, -2.0, [12.25, 0.25, 9.0]),
     ],

@@ -1,20 +1,12 @@
-"""What is each architecture's own: noise levels, layout and statistics of the latents, embeddings, masks."""
+"""What is each architecture's own: layout and statistics of the latents, masks; test_pipelines.py has the rest."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    QwenImagePipeline,
-    SanaTransformer2DModel,
-    WanPipeline,
-    ZImagePipeline,
-)
+from diffusers import FluxPipeline, QwenImagePipeline, SanaTransformer2DModel, ZImagePipeline
 from nano import PROMPTS, build_nano_sana, load_model, load_nano, prompts_of, relative_error
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -28,7 +20,7 @@ from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.qwen_image import with_conditional_norm
 from solrl_lightning.sampling import integrate
 from solrl_lightning.seeds import noise
-from tests.sigmas import flux_sigmas, shifted_sigmas, uniform_sigmas
+from tests.sigmas import flux_sigmas, shifted_sigmas
 
 FolderOf = Callable[[str], str]
 SEEDS = torch.tensor([3, 4, 2**32 - 1])
@@ -98,34 +90,6 @@ def test_noise_layout_and_decode(architecture: str, model: PipelineAdapter) -> N
         assert beyond.min() == 0 and beyond.max() == 1
 
 
-def expected_sigmas(architecture: str, steps: int) -> Tensor:
-    if architecture == "sd3":
-        # Levels between 1 and the scheduler's smallest one, which has been shifted once already: s t / (1 + (s - 1) t).
-        smallest = float(shifted_sigmas(1000, 3.0)[-2])
-        t = torch.linspace(1, smallest, steps, dtype=torch.float64)
-        return torch.cat([3 * t / (1 + 2 * t), torch.zeros(1)]).float()
-    if architecture == "z_image":
-        return shifted_sigmas(steps, 6.0)
-    if architecture == "wan":  # UniPC's are uniform from 1 to 0.001, which it leaves out
-        t = torch.linspace(1, 0.001, steps + 1, dtype=torch.float64)[:-1]
-        return torch.cat([3 * t / (1 + 2 * t), torch.zeros(1)]).float()
-    if architecture == "flux2":  # mu is linear in the steps, and at 10 and 200 steps in the 16 tokens
-        at_10, at_200 = 8.73809524e-05 * 16 + 1.89833333, 0.00016927 * 16 + 0.45666666
-        return shifted_sigmas(steps, math.exp(at_10 + (at_200 - at_10) / 190 * (steps - 10)))
-    if architecture == "qwen_image" and steps > 1:  # down to the scheduler's terminal, 0.02
-        mu = 0.5 + (0.9 - 0.5) / (64 - 8) * (16 - 8)
-        levels = 1 - shifted_sigmas(steps, math.exp(mu)).double()[:-1]
-        return torch.cat([1 - levels * (1 - 0.02) / levels[-1], torch.zeros(1)]).float()
-    return uniform_sigmas(steps)
-
-
-def test_sigmas_have_the_shift_of_the_scheduler(architecture: str, model: PipelineAdapter) -> None:
-    before = model.pipeline.scheduler.sigmas.clone()
-    for steps in (1, 6, 10, 50):
-        torch.testing.assert_close(model.sigmas(steps), expected_sigmas(architecture, steps), rtol=0, atol=1e-6)
-    assert torch.equal(model.pipeline.scheduler.sigmas, before)
-
-
 def test_flow_shift_of_sana(folder_of: FolderOf) -> None:
     shifted = load_nano("sana", folder_of("sana"), flow_shift=3.0)
     torch.testing.assert_close(shifted.sigmas(10), shifted_sigmas(10, 3.0), rtol=0, atol=1e-6)
@@ -184,32 +148,6 @@ def test_flux1_velocities_are_float32_from_a_bfloat16_transformer(nano_folder: s
     assert linears == {nn.Linear if has_fast_bf16_products() else BF16Linear}
 
 
-# SD3 and FLUX.2
-
-
-def test_sd3_embeddings_are_both_clips_and_then_t5(folder_of: FolderOf) -> None:
-    model = load_nano("sd3", folder_of("sd3"))
-    conditioning, pipeline = model.encode(prompts_of(PROMPTS)), model.pipeline
-    embeds = conditioning["prompt_embeds"].float()
-    assert embeds.shape == (3, 11 + 10, 64) and conditioning["pooled"].shape == (3, 64)
-    ids = pipeline.tokenizer_3(PROMPTS, padding="max_length", max_length=10, return_tensors="pt").input_ids
-    with torch.no_grad():
-        torch.testing.assert_close(embeds[:, 11:], pipeline.text_encoder_3(ids)[0], rtol=0, atol=2**-6)
-    assert not torch.equal(embeds[:, :11, :32], embeds[:, :11, 32:])  # two encoders of their own
-
-
-def test_flux2_embeddings_are_three_layers_of_qwen_side_by_side(folder_of: FolderOf) -> None:
-    model = load_nano("flux2", folder_of("flux2"))
-    text = f"<|im_start|>user\n{PROMPTS[0]}<|im_end|>\n<|im_start|>assistant\n"
-    ids = model.pipeline.tokenizer(text, truncation=True, max_length=10, return_tensors="pt").input_ids
-    with torch.no_grad():
-        layers = model.pipeline.text_encoder(ids, output_hidden_states=True).hidden_states
-    expected = torch.cat([layers[number][0] for number in (9, 18, 27)], dim=-1)
-    embeds = model.encode(prompts_of(PROMPTS))["prompt_embeds"]
-    assert embeds.shape == (3, 10, 96)
-    torch.testing.assert_close(embeds[0].float(), expected, rtol=2**-7, atol=2**-7)
-
-
 # SANA
 
 
@@ -262,11 +200,6 @@ def test_qwen_image_guidance_keeps_the_norm_of_each_tokens_conditional_velocity(
     torch.testing.assert_close(guided.norm(dim=-1), conditional.norm(dim=-1))
     plain = unconditional + 4.0 * (conditional - unconditional)
     torch.testing.assert_close(torch.cosine_similarity(guided, plain, dim=-1), torch.ones(2, 5))
-
-
-def test_qwen_image_preview_decoder_raises(folder_of: FolderOf) -> None:
-    with pytest.raises(UserError, match="model.preview_decoder=mine is invalid: .* Set model.preview_decoder=null"):
-        load_nano("qwen_image", folder_of("qwen_image"), preview_decoder="mine")
 
 
 # Z-Image
@@ -330,16 +263,6 @@ def test_wan_samples_at_the_levels_of_its_unipc_and_a_causal_autoencoder_decodes
     assert torch.equal(frames[:, 0], others[:, 0]) and (frames[:, 1:] != others[:, 1:]).flatten(2).any(-1).all()
 
 
-def test_wan_with_the_euler_scheduler_in_its_folder_paints_as_diffusers(folder_of: FolderOf) -> None:
-    model = load_nano("wan", folder_of("wan"), dtypes=FLOAT32)
-    theirs = WanPipeline.from_pretrained(folder_of("wan"), dtype=torch.float32)
-    theirs.set_progress_bar_config(disable=True)
-    model.pipeline.scheduler = theirs.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    options = dict(num_inference_steps=STEPS, guidance_scale=1.0, height=32, width=32, num_frames=5)
-    expected = theirs(PROMPTS, latents=model.noise(SEEDS), output_type="latent", max_sequence_length=10, **options)[0]
-    assert torch.equal(sample(model, model.encode(prompts_of(PROMPTS))), expected)
-
-
 def test_wan_stores_embeddings_without_padding(folder_of: FolderOf, tmp_path: Path) -> None:
     model = load_nano("wan", folder_of("wan"), dtypes=FLOAT32, embeddings=str(tmp_path), max_sequence_length=12)
     embeds = model.encode(prompts_of(TEXTS))["prompt_embeds"]
@@ -364,9 +287,7 @@ def test_wan_names_the_layers_of_its_lora_as_diffusers_and_comfyui_read_them(fol
     assert model.named_in_files(state | head).keys() == {f"transformer.{name}" for name in state | head}
 
 
-def test_wan_22_and_other_numbers_of_frames_raise(folder_of: FolderOf, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="model.num_frames=6 is invalid: .* Set model.num_frames=5."):
-        load_nano("wan", folder_of("wan"), num_frames=6)
+def test_wan_22_and_a_preview_decoder_raise(folder_of: FolderOf, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="model.preview_decoder=mine is invalid: .* Set model.preview_decoder=null"):
         load_nano("wan", folder_of("wan"), preview_decoder="mine")
     index = json.loads((Path(folder_of("wan")) / "model_index.json").read_text())

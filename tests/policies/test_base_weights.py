@@ -1,7 +1,5 @@
 """A model with stored weights computes what a BF16 model with the dequantised weights computes."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from nano import PROMPTS, adapters, load_model, prompts_of, random_state
@@ -9,7 +7,6 @@ from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import OLD, TRAINED
-from solrl_lightning.options.run import Run
 from solrl_lightning.policies import base_weights, lora
 from solrl_lightning.policies.base_weights import block_linears, dense
 from solrl_lightning.policies.flux1 import Flux1
@@ -76,14 +73,11 @@ def test_stored_weights_are_those_of_every_sampler_and_gradient(storage: str, er
     assert all(weight is transformers.trained.transformer.get_submodule(mlp).weight for weight in shared)
 
 
-def test_layers_too_small_for_nf4_a_missing_library_and_compilation_raise(
-    nano_folder: str, monkeypatch: pytest.MonkeyPatch, compose: Callable[..., Run]
+def test_layers_too_small_for_nf4_and_a_missing_library_raise(
+    nano_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match="=nf4 is invalid: every layer .* multiple of 16384 weights; .* has"):
         load_model(nano_folder, base_weights="nf4")
-    for key in ("family.compile", "compile_training"):
-        with pytest.raises(UserError, match=f"base_weights=int8 is invalid: with {key}=true .* Set {key}=false."):
-            compose("base_weights=int8", f"{key}=true")
     monkeypatch.setattr(base_weights, "is_installed", lambda name: False)
     with pytest.raises(UserError, match="base_weights=int8 is invalid: it needs torchao. Install it: pip install"):
         load_model(nano_folder, base_weights="int8")

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch import Tensor
 
-from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.architectures import read_architecture
 from solrl_lightning.policies.config_files import ARCHITECTURES
@@ -95,27 +94,6 @@ def test_levels_of_z_image_turbo_have_the_shift_of_its_config_file(folder_of: Fo
     model = load_nano("z_image", folder_of("z_image"), scheduler={"shift": scheduler["shift"]})
     uniform = torch.linspace(1, 0, 9)
     torch.testing.assert_close(model.sigmas(8), 3 * uniform / (1 + 2 * uniform))
-
-
-def test_a_file_that_does_not_fit_is_an_error(
-    folder_of: FolderOf, lora: Path, tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
-    """Of another width or depth, damaged, or missing; test_lora has more."""
-    wide = {name: torch.zeros(RANK, 2 * WIDTH) if "down" in name else value for name, value in tensors.items()}
-    others = {name.replace("transformer_blocks.0", "transformer_blocks.7"): value for name, value in tensors.items()}
-    save_file(wide, tmp_path / "wide.safetensors")
-    save_file(others, tmp_path / "deep.safetensors")
-    (tmp_path / "damaged.safetensors").write_bytes(lora.read_bytes()[:100])
-    rules = {
-        "wide": "the update of transformer_blocks.0.attn.add_k_proj is .32, 4. times .4, 64., and the layer .32, 32.",
-        "deep": "transformer_blocks.7.attn.add_k_proj, which is no layer of QwenImageTransformer2DModel",
-        "damaged": "cannot be read",
-        "missing": "it must be a hub id or a local folder; it holds no missing.safetensors",
-    }
-    for name, rule in rules.items():
-        with pytest.raises(UserError, match=rule) as raised:
-            load_nano("qwen_image", folder_of("qwen_image"), fused_lora=str(tmp_path / f"{name}.safetensors"))
-        assert str(raised.value).startswith("model.fused_lora=") and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

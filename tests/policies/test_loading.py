@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import (
-    DiffusionPipeline,
-    FluxPipeline,
-    FluxTransformer2DModel,
-    SanaPipeline,
-    StableDiffusion3Pipeline,
-)
+from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel, SanaPipeline, StableDiffusion3Pipeline
 from fake_hub import COMMIT, REPOSITORY, FakeHub, serving
 from nano import BUILDERS, PROMPTS, load_nano, model_class, prompts_of
 from peft import LoraConfig
@@ -89,25 +83,19 @@ def cast_weights(file: str, dtype: torch.dtype) -> Damage:
 DAMAGES: list[tuple[Damage, str]] = [
     (shutil.rmtree, "give a local folder that save_pretrained wrote"),
     (change(INDEX, _class_name="DDPMPipeline"), "needs a FluxPipeline; .* is a DDPMPipeline"),
-    (overwrite(INDEX, b"{}"), "needs a FluxPipeline"),
     (change(INDEX, text_encoder_2=[None, None]), "text_encoder_2"),
     (overwrite(TRANSFORMER, b"these are no weights" * 100), f"{TRANSFORMER} is damaged or cut"),
-    (overwrite(TRANSFORMER, b""), f"{TRANSFORMER} is damaged or cut"),
     (overwrite(TRANSFORMER, POINTER), f"{TRANSFORMER} is a pointer of git-lfs"),
     (remove(TRANSFORMER), AGAIN),
     (lambda folder: (folder / T5).write_bytes((folder / T5).read_bytes()[:2000]), f"{T5} is damaged or cut"),
-    (remove(T5), AGAIN),
     (pickle_weights, r"they are in diffusion_pytorch_model\.bin\. .* without safe_serialization=False"),
     (save_with_lora, r"lacks \d+ of them, .* after pipe\.unload_lora_weights"),
     (drop_a_weight("transformer"), "lacks 1 of them, .*weight"),
-    (drop_a_weight("text_encoder"), "lacks 1 of them, .*weight"),
     (
         cast_weights(TRANSFORMER, torch.int8),
         "transformer is invalid: its weights are quantised .I8., and must be of 16",
     ),
-    (cast_weights(T5, torch.float8_e4m3fn), "text_encoder_2 is invalid: its weights are quantised .F8_E4M3., and must"),
     (change("transformer/config.json", in_channels=16), "does not fit its config.json"),
-    (change("text_encoder_2/config.json", d_ff=8), "does not fit its config.json"),
 ]
 
 
@@ -251,7 +239,6 @@ LICENCE = f"Check the name at https://huggingface.co/{REPOSITORY}, accept its li
     [
         (401, "GatedRepo", LICENCE),
         (401, "RepoNotFound", "neither a folder here nor a model that you may read.*hf auth login"),
-        (503, "out of order", "503 .*Check the network"),
         (401, "Invalid credentials", "hf auth whoami"),
     ],
 )
@@ -272,24 +259,6 @@ def test_interrupted_download_resumes(hub: FakeHub, monkeypatch: pytest.MonkeyPa
         message = message_of(REPOSITORY)
     assert "the connection was reset" in message and "resumes where it stopped" in message
     assert load_pipeline(FluxPipeline, REPOSITORY).transformer is not None
-
-
-@pytest.mark.parametrize("offline", [True, False])
-def test_hub_id_without_network_names_the_alternatives(
-    offline: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    constants = "huggingface_hub.constants"
-    if offline:
-        monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", True)
-    else:  # nobody listens on this port, and there is nothing to wait for
-        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-        address = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", address)
-    monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.chdir(tmp_path)
-    message = message_of("solrl-nobody/no-such-model")
-    assert "Check the network and its proxy, HF_HUB_OFFLINE" in message and "give a local folder" in message
-    assert "Check the name" in message_of("no such model")
 
 
 def test_only_files_of_the_variant_are_downloaded(

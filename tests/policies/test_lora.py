@@ -335,25 +335,9 @@ BROAD = {f"{ODD}.lora_A.weight": torch.ones(4, WIDTH), f"{ODD}.lora_B.weight": t
     ("change", "header", "message"),
     [
         (lambda state: {}, {"format": "pt"}, "it has no weights of a transformer. Name a LoRA of this model."),
-        (lambda state: TEXT, {}, "it has no weights of a transformer"),
-        (
-            lambda state: state | {f"transformer.{FIRST}.lora_magnitude_vector": torch.ones(4)},
-            {},
-            "neither A, B nor",
-        ),
+        (lambda state: state | {f"transformer.{FIRST}.lora_magnitude_vector": torch.ones(4)}, {}, "neither A, B nor"),
         (lambda state: state, metadata(init_lora_weights="pissa_niter_16"), "its init_lora_weights is pissa_niter_16"),
-        (lambda state: state, metadata(init_lora_weights="olora"), "is olora, .* that peft has changed"),
-        (
-            lambda state: state | {f"transformer.{FIRST}.lora_B.bias": torch.ones(4)},
-            {},
-            "lora_B.bias is neither",
-        ),
         (lambda state: {n: v for n, v in state.items() if n != B}, {}, f"{FIRST} has no lora_B. Save the LoRA again."),
-        (
-            lambda state: {"lora_unet_nothing.alpha": torch.ones(())},
-            {},
-            "no weights of the layers of FluxTransformer2D",
-        ),
         (
             lambda state: {"base_model.model.blocks.0.lora_A.weight": torch.ones(4, 4)},
             {},
@@ -374,24 +358,11 @@ BROAD = {f"{ODD}.lora_A.weight": torch.ones(4, WIDTH), f"{ODD}.lora_B.weight": t
             {},
             r"lora_A.weight .torch.int8. must have fin",
         ),
-        (
-            lambda state: state | {A: torch.full((4, WIDTH), torch.inf)},
-            {},
-            r"lora_A.weight .torch.float32. must have fin",
-        ),
         (lambda state: state, {"lora_adapter_metadata": "[]"}, "its peft configuration must be a JSON object"),
         (lambda state: state, {"lora_adapter_metadata": "[" * 100_000}, "its peft configuration must be a JSON object"),
-        (lambda state: state, {"lora_adapter_metadata": "{"}, "its peft configuration must be a JSON object"),
         (lambda state: of_rank(state, 0), metadata(lora_alpha=8), r"lora_A.weight has shape \[0, 32\]"),
         (lambda state: state, metadata(lora_alpha="8"), "its alpha must be a finite number; got '8'"),
-        (lambda state: state, metadata(lora_alpha=True), "its alpha must be a finite number; got True"),
-        (lambda state: state, metadata(lora_alpha=float("nan")), "its alpha must be a finite number; got nan"),
         (lambda state: state, metadata(alpha_pattern={FIRST: "8"}), "its alpha must be a finite number; got '8'"),
-        (
-            lambda state: state,
-            metadata(alpha_pattern=8, lora_alpha=None),
-            "its alpha must be a finite number; got None",
-        ),
         (
             lambda state: {n.replace("transformer.", "base_model.model.", 1): v for n, v in state.items()},
             {},

@@ -50,13 +50,11 @@ def test_equal_levels_are_other_steps_of_another_schedule(compose: Compose, fold
             "family.explore.stop_below=0.1 is invalid: it stops at step 10 of 10, and must stop after step 1 and "
             "before step 10. Take one of these steps, or its noise level: 2 (0.90), 3 (0.80), 4 (0.70), 5 (0.60), ",
         ),
-        ("family=prefix family.explore.stop_after=null family.explore.stop_below=0.05", "it stops at step 10 of 10"),
         (
             "family=race family.explore.rungs=[{below:0.75,keep:48},{below:0.7,keep:24}]",
             "family.explore.rungs.1={below:0.7, keep:24} is invalid: it stops at step 4 of 10, and must stop after "
             "step 4 and before step 10. Take one of these steps, or its noise level: 5 (0.60), 6 (0.50), 7 (0.40), ",
         ),
-        ("family=race family.explore.rungs=[{below:0.7,keep:48},{step:4,keep:24}]", "rungs.1={step:4, keep:24} is"),
         (
             "family=sol_rl +family.explore.stop_below=0.5 family.explore.steps=2",
             "it stops at step 2 of 2, and must stop after step 1 and before step 2. Raise family.explore.steps.",

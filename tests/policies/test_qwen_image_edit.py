@@ -17,7 +17,6 @@ from torch import Tensor
 
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.data.prompts import PromptSets, read_prompt_sets
-from solrl_lightning.errors import UserError
 from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import lora
@@ -156,19 +155,6 @@ def test_random_weights_need_no_image(folder_of: Callable[[str], str]) -> None:
         with torch.no_grad():
             velocity = model.guided_velocity(model.transformer, model.noise(SEEDS), torch.tensor(0.5), conditioning)
         assert velocity.shape == (3, 16, 64)
-
-
-def test_prompt_without_an_image_and_a_damaged_image_raise(
-    folder_of: Callable[[str], str], edits: PromptSets, tmp_path: Path
-) -> None:
-    model = load(folder_of("qwen_image_edit"))
-    with pytest.raises(UserError, match="the prompt 'a circle' is invalid: this model edits an image, and .* has none"):
-        model.encode([edits.train[0], Prompt("a circle")])
-    png = Path(str(edits.train[0].input_image)).read_bytes()
-    (tmp_path / "half.png").write_bytes(png[: len(png) // 2])
-    half = Prompt("a", {"input_image": str(tmp_path / "half.png")}, image="half.png")
-    with pytest.raises(UserError, match="the input image .*half.png cannot be read: .* Write the file again"):
-        model.encode([half])
 
 
 def test_it_is_qwen_image_with_an_image(compose: Callable[..., Run]) -> None:

@@ -1,6 +1,5 @@
 """Each file of every pipeline folder taken away: an error of one line that names it, or equal embeddings and levels."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,14 +30,9 @@ def test_a_file_that_is_missing_is_named_or_makes_no_difference(architecture: st
     take_each_file_away(folder, embeddings_and_levels, leave=".safetensors")  # test_loading takes them
 
 
-def test_weights_of_another_variant_and_quantised_ones_are_one_line(folder_of: FolderOf, tmp_path: Path) -> None:
+def test_weights_of_another_variant_are_one_line(folder_of: FolderOf, tmp_path: Path) -> None:
     pipeline = load_pipeline(model_class("flux1").pipeline_class, folder_of("flux1"))
     pipeline.transformer.save_pretrained(tmp_path, variant="fp16")
     with pytest.raises(UserError, match=r"model.variant=null .* are in .*\.fp16\.safetensors\. Set model.variant="):
         load_module(type(pipeline.transformer), tmp_path, torch.float32)
     assert load_module(type(pipeline.transformer), tmp_path, torch.float32, "fp16") is not None
-    config = json.loads((tmp_path / "config.json").read_text())
-    quantised = config | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    (tmp_path / "config.json").write_text(json.dumps(quantised))
-    with pytest.raises(UserError, match=r"its weights are quantised \(bitsandbytes\), and must be of 16 or 32 bits"):
-        load_module(type(pipeline.transformer), tmp_path, torch.float32, "fp16")

@@ -5,11 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from solrl_lightning.data.prompt import Prompt
-from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.advantages import group_advantages
-from solrl_lightning.rewards.shapes import ShapesReward
-from solrl_lightning.rewards.weighted import WeightedRewards, gdpo, weighted_sum
+from solrl_lightning.rewards.weighted import gdpo, weighted_sum
 from solrl_lightning.rollout.select import select_contrastive
 
 P, N, KEEP = 3, 12, 4
@@ -92,13 +89,3 @@ def test_single_rewards_rewards_of_weight_0_and_ranks_without_prompts() -> None:
     rewards[..., 1] = torch.nan
     assert torch.equal(gdpo(rewards, torch.tensor([0.2, 0.0])), merits)
     assert gdpo(torch.zeros(0, N, 2), torch.ones(2)).shape == (0, N)
-
-
-def test_parts_without_their_names_are_an_error() -> None:
-    class Unnamed(ShapesReward):
-        part_names = ("one",)
-
-    with pytest.raises(UserError, match=r"its parts\(\) must return .* \[2, 1\]; it returned torch.float32 \[2, 6\]"):
-        WeightedRewards({"mine": Unnamed()}, {"mine": 1.0}).parts(
-            torch.rand(2, 3, 32, 32), [Prompt("a red circle above a blue square")] * 2
-        )

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import RECORDED
 from safetensors.torch import load_file, save_file
 from take_away import take_each_file_away
 from torch import Tensor
@@ -64,23 +63,34 @@ def copy_of(
     return copied
 
 
-def edit(folder: Path, file: str, part: str | None = None, **values: Any) -> None:
+Damage = Callable[[Path], object]
+
+
+def sets(file: str, part: str | None = None, **values: Any) -> Damage:
     """Set values of a JSON file, or of an object in it."""
-    content = json.loads((folder / file).read_text())
-    (content[part] if part else content).update(values)
-    (folder / file).write_text(json.dumps(content))
+
+    def damage(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        (content[part] if part else content).update(values)
+        (folder / file).write_text(json.dumps(content))
+
+    return damage
 
 
-def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+def weights(change: Callable[[dict[str, Tensor]], object]) -> Damage:
     """Change the tensors of the only file with weights."""
-    (file,) = (each for each in folder.rglob("*") if each.suffix in (".pt", ".pth", ".safetensors"))
-    if file.suffix == ".safetensors":
-        change(weights := load_file(file))
-        save_file(weights, file, {"format": "pt"})
-        return
-    content = torch.load(file, weights_only=True)
-    change(content.get("state_dict", content))
-    torch.save(content, file)
+
+    def damage(folder: Path) -> None:
+        (file,) = (each for each in folder.rglob("*") if each.suffix in (".pt", ".pth", ".safetensors"))
+        if file.suffix == ".safetensors":
+            change(tensors := load_file(file))
+            save_file(tensors, file, {"format": "pt"})
+            return
+        content = torch.load(file, weights_only=True)
+        change(content.get("state_dict", content))
+        torch.save(content, file)
+
+    return damage
 
 
 def clip_of_transformers_4(folder: Path) -> None:
@@ -91,10 +101,10 @@ def clip_of_transformers_4(folder: Path) -> None:
         settings.pop(key, None)
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     (folder / "processor_config.json").write_text('{"processor_class": "CLIPProcessor"}')
-    edit(folder, "config.json", "text_config", eos_token_id=2)
+    sets("config.json", "text_config", eos_token_id=2)(folder)
     positions = {"text_model": torch.arange(77)[None], "vision_model": torch.arange(50)[None]}
     numbering = {f"{tower}.embeddings.position_ids": numbers for tower, numbers in positions.items()}
-    edit_weights(folder, lambda weights: weights.update(numbering))
+    weights(lambda tensors: tensors.update(numbering))(folder)
     words = json.loads((folder / "tokenizer.json").read_text())["model"]  # from before there was a tokenizer.json
     (folder / "vocab.json").write_text(json.dumps(words["vocab"]))
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, words["merges"])]))
@@ -127,7 +137,7 @@ class Layout(NamedTuple):
     """A folder of published files: that of a fixture with a change, and the files without which scores are equal."""
 
     fixture: str
-    change: Callable[[Path], object] = lambda folder: None
+    change: Damage = lambda folder: None
     unneeded: Collection[str] = ()
 
 
@@ -158,71 +168,42 @@ def test_a_file_that_is_missing_is_named_or_makes_no_difference(copy_of: Callabl
 
 
 READ = "its weights cannot be read as those of a CLIP model: .* Download the model again"
-PROJECTION = "blip.visual_encoder.patch_embed.proj.weight"
+TEXT, POSITIONS = "text_config", "visual.positional_embedding"
+PATCHES, NUMBER = "blip.visual_encoder.patch_embed.proj.weight", {"state_dict": {"logit_scale": 4.6}}
+UNREADABLE = "reward.hpsv2.pretrained=.* is invalid: it cannot be read as weights: .* download it again"
+WIDE = r"aesthetic.head=.* does not fit embeddings of 24 .* 0.weight with \[1024, 768\] for \[1024, 24\]"
+HPS = "HPS_v2.1_compressed.pt"
+
+
+def of_processor(**values: Any) -> Damage:
+    return sets("processor_config.json", "image_processor", **values)
 
 
 @pytest.mark.parametrize(
     ("fixture", "damage", "message"),
     [
-        ("clip_folder", lambda f: edit(f, "config.json", model_type="siglip"), "CLIP model of type clip, and is a sig"),
-        ("clip_folder", lambda f: edit_weights(f, lambda w: w.pop("logit_scale")), "lacks 1 tensors, such as logit_sc"),
-        ("clip_folder", lambda f: edit_weights(f, lambda w: w.update(head=torch.ones(3))), "unexpectedly 1 .* as head"),
-        ("clip_folder", lambda f: edit(f, "config.json", "text_config", hidden_size=16), READ),
-        ("clip_folder", lambda f: edit(f, "config.json", "text_config", eos_token_id=5), "expects 5"),
-        (
-            "clip_folder",
-            lambda f: edit(f, "processor_config.json", "image_processor", do_center_crop=False, resample=2),
-            "resample=2, do_center_crop=false. Set reward.clipscore.processor",
-        ),
-        (
-            "clip_folder",
-            lambda f: edit(f, "processor_config.json", "image_processor", size={"shortest_edge": 200}),
-            "'shortest_edge': 200",
-        ),
-        (
-            "hps_file",
-            lambda f: torch.save({"state_dict": {"run": print}}, f / "HPS_v2.1_compressed.pt"),  # code
-            "reward.hpsv2.pretrained=.* is invalid: it cannot be read as weights: .* download it again",
-        ),
-        (
-            "hps_file",
-            lambda f: torch.save({"state_dict": {"logit_scale": 4.6}}, f / "HPS_v2.1_compressed.pt"),
-            "must hold tensors by name or under the key state_dict",
-        ),
-        (
-            "hps_file",
-            lambda f: edit_weights(f, lambda w: w.update({"visual.positional_embedding": torch.zeros(37, 32)})),
-            r"visual.positional_embedding with \[37, 32\] for \[50, 32\]",  # open_clip would resize it
-        ),
-        (
-            "aesthetic",
-            lambda f: edit_weights(f, lambda w: w.update({"layers.0.weight": torch.zeros(1024, 768)})),
-            r"aesthetic.head=.* does not fit embeddings of 24 .* 0.weight with \[1024, 768\] for \[1024, 24\]",
-        ),
-        ("release", lambda f: edit_weights(f, lambda w: w.pop(PROJECTION)), "lacks 1 tensors.*patch_embedding.weight"),
-        (
-            "release",
-            lambda f: edit_weights(f, lambda w: w.update({PROJECTION: torch.zeros(96, 3, 16, 16)})),
-            r"tensors have another shape, .* for \[1, 1, 96\]",
-        ),
-        ("release", lambda f: edit_weights(f, lambda w: w.update({"blip.temp": torch.zeros(1)})), "such as blip.temp"),
-        (
-            "bert",
-            lambda f: (f / "vocab.txt").write_text((RECORDED / "vocab.txt").read_text().rpartition("\n")[0][:-9]),
-            "tokenizer=.* is invalid: the model has .* tokens, and this tokenizer has",
-        ),
-        ("detector", lambda f: edit(f, "config.json", model_type="clip"), "detector of type owlv2, and is a clip"),
-        ("hpsv3", lambda f: save_file({"weight": IMAGE}, f / "model" / WEIGHTS), "not HPSv3's. Give MizzenAI/HPSv3"),
-        (
-            "hpsv3",
-            lambda f: (f / REPOSITORY / SOURCE).write_text("INSTRUCTION = 'x'"),
-            "is invalid: it must assign INSTRUCTION",
-        ),
+        ("clip_folder", sets("config.json", model_type="siglip"), "CLIP model of type clip, and is a siglip"),
+        ("clip_folder", weights(lambda w: w.pop("logit_scale")), "lacks 1 tensors, such as logit_scale"),
+        ("clip_folder", weights(lambda w: w.update(head=torch.ones(3))), "unexpectedly 1 tensors, such as head"),
+        ("clip_folder", sets("config.json", TEXT, hidden_size=16), READ),
+        ("clip_folder", sets("config.json", TEXT, eos_token_id=5), "expects 5"),
+        ("clip_folder", of_processor(do_center_crop=False, resample=2), "resample=2, do_center_crop=false. Set rew"),
+        ("clip_folder", of_processor(size={"shortest_edge": 200}), "'shortest_edge': 200"),
+        ("hps_file", lambda folder: torch.save({"state_dict": {"run": print}}, folder / HPS), UNREADABLE),  # code
+        ("hps_file", lambda folder: torch.save(NUMBER, folder / HPS), "tensors by name or under the key state_dict"),
+        # open_clip would resize them
+        ("hps_file", weights(lambda w: w.update({POSITIONS: torch.ones(37, 32)})), r"with \[37, 32\] for \[50, 32\]"),
+        ("aesthetic", weights(lambda w: w.update({"layers.0.weight": torch.zeros(1024, 768)})), WIDE),
+        ("release", weights(lambda w: w.pop(PATCHES)), "lacks 1 tensors.*patch_embedding.weight"),
+        ("release", weights(lambda w: w.update({PATCHES: torch.ones(96, 3, 16, 16)})), r"shape, .* for \[1, 1, 96\]"),
+        ("release", weights(lambda w: w.update({"blip.temp": torch.zeros(1)})), "such as blip.temp"),
+        ("bert", lambda folder: (folder / "vocab.txt").write_text("[UNK]\n[CLS]\n"), "tokens, and this tokenizer has"),
+        ("detector", sets("config.json", model_type="clip"), "must be a detector of type owlv2, and is a clip"),
+        ("hpsv3", lambda folder: save_file({"a": IMAGE}, folder / "model" / WEIGHTS), "not HPSv3's. Give Mizzen"),
+        ("hpsv3", lambda folder: (folder / REPOSITORY / SOURCE).write_text("A = 1"), "it must assign INSTRUCTION"),
     ],
 )
-def test_error_about_an_unfit_file(
-    copy_of: Callable[[str], Any], fixture: str, damage: Callable[[Path], object], message: str
-) -> None:
+def test_error_about_an_unfit_file(copy_of: Callable[[str], Any], fixture: str, damage: Damage, message: str) -> None:
     folder, scores = copy_of(fixture)
     damage(folder)
     with pytest.raises(UserError, match=message):

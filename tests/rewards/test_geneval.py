@@ -103,16 +103,11 @@ def test_position_is_relative_to_an_earlier_clause_that_holds() -> None:
     ("metadata", "rule"),
     [
         ({"include": []}, '"include"'),
-        ({"include": ["dog"]}, "each clause"),
-        ({"include": [{"class": "dog"}]}, "each clause"),
         ({"include": [{**DOG, "count": 17}]}, "from 1 to 16"),
-        ({"include": [{**DOG, "count": True}]}, "from 1 to 16"),
         ({"include": [{**DOG, "colour": "red"}]}, "class, count, color, position; got 'colour'"),
         ({"include": [{**DOG, "color": "beige"}]}, "must be one of red, orange"),
         ({"include": [{**DOG, "position": ["above", 0]}]}, "an earlier clause"),
         ({"include": [DOG, {**DOG, "position": ["under", 0]}]}, "left of, right of, above, below"),
-        ({"include": [DOG], "exclude": {}}, '"exclude" must be a list'),
-        ({"include": [DOG], "exclude": [{"class": "dog"}]}, "each clause"),
     ],
 )
 def test_prompt_with_other_metadata_is_an_error(reward: GenEval, metadata: dict[str, Any], rule: str) -> None:

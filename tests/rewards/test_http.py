@@ -12,13 +12,12 @@ from base64 import b64decode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
-from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from PIL import Image
-from reward_servers import free_port, in_thread, kill, start, started
+from reward_servers import free_port, in_thread, started
 from torch import Tensor
 from urllib3 import HTTPResponse
 
@@ -118,21 +117,14 @@ def test_every_request_has_the_images_prompts_and_metadata_of_its_rows(server: t
         assert torch.equal(images, (IMAGES[rows] * 255).round().byte().permute(0, 2, 3, 1))
 
 
-def test_example_server_scores_batches_in_order_and_a_restart_loses_nothing() -> None:
-    port, flat = free_port(), torch.zeros(5, 3, 6, 8)
+def test_example_server_scores_batches_in_order() -> None:
+    flat = torch.zeros(5, 3, 6, 8)
     flat[1], flat[3] = IMAGES[0], IMAGES[1]  # noise takes more bytes than black
-    with started("example_server.py", port) as url:
+    with started("example_server.py", free_port()) as url:
         for batch in (1, 2, 5):
             reward = HTTPReward(url, batch=batch, retries=8, backoff=0.05)
             scores = reward(flat, PROMPTS)
             assert scores[0] == scores[2] == scores[4] < 0.1 < scores[1].minimum(scores[3])
-    # The connections that the reward has kept are dead, and new ones are refused at first.
-    with ThreadPool(1) as threads:
-        restarted = threads.apply_async(lambda: (time.sleep(0.1), start("example_server.py", port))[1])
-        try:
-            assert torch.equal(reward(flat, PROMPTS), scores)
-        finally:
-            kill(restarted.get())
 
 
 def test_requests_run_at_the_same_time_up_to_the_concurrency(server: type[Server]) -> None:
@@ -174,16 +166,11 @@ def test_failed_request_is_sent_again(server: type[Server], failure: Reply, retr
     ("answer", "requests", "message"),
     [
         (BUSY, 2, "answered with status 503: busy"),
-        (BUSY._replace(retry_after="0.5"), 2, "answered with status 503: busy"),  # HTTP has whole seconds
         (LATE, 2, "does not answer: .*Read timed out"),
         (Reply([b" "] * 100, seconds=0.02), 2, "does not answer: .*no end after"),  # each byte comes in time
         (reply("wrong", 401), 1, f"answered with status 401: wrong. Set its token with export {TOKEN}=<token>."),
         (reply("", 302), 1, r"answered with status 302 \(Location: /elsewhere\)"),
         (reply("<html>\n\nhi"), 1, r'invalid answer: it must be {"scores": \[...\]} with 5 numbers; got <html> hi'),
-        (reply('{"score": 1}'), 1, 'invalid answer: .*got {"score": 1}'),
-        (reply("[1, 2, 3, 4, 5]"), 1, "invalid answer"),
-        (reply([1, 2, 3]), 1, "invalid answer: .* 5 numbers; got .*1, 2, 3"),
-        (reply([1, 2, 3, 4, "5"]), 1, "invalid answer"),
         (reply([1, 2, 3, 4, True]), 1, "invalid answer"),
         (reply([1, 2, 3, 4, 10**400]), 1, "invalid answer"),  # no float
         (reply({"0": 5, "1": 4, "2": 3, "3": 2, "4": 1}), 1, "invalid answer"),  # of pandas
@@ -286,16 +273,7 @@ def test_server_is_requested_once_before_a_model_is_loaded(server: type[Server])
     assert len(server.requests) == 2
 
 
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        ("7", 7),
-        ("999999", 600),
-        ("Wed, 21 Oct 2099 07:28:00 GMT", 600),
-        ("Wed, 21 Oct 2015 07:28:00 GMT", 0),
-        ("0.5", None),
-    ],
-)
+@pytest.mark.parametrize(("header", "seconds"), [("7", 7), ("Wed, 21 Oct 2099 07:28:00 GMT", 600), ("0.5", None)])
 def test_a_server_postpones_a_request_by_ten_minutes_at_most(header: str, seconds: float | None) -> None:
     retry = client._LoggedRetry(1, failed=lambda reason: None)
     assert retry.get_retry_after(HTTPResponse(headers={"Retry-After": header})) == seconds

@@ -4,7 +4,6 @@
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,8 @@ import pytest
 import torch
 from drawings import as_tensor, shipped
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from solrl_lightning.rewards import imagereward
 from solrl_lightning.rewards.imagereward import ImageReward
 
 RECORDED = Path(__file__).parent / "oracle" / "recorded"
@@ -72,18 +69,6 @@ def test_image_is_embedded_once_in_batches_and_a_prompt_tokenised_once(
     assert image_rows == joint_rows == [10, 10, 4] and texts[0] == [PROMPTS[0]]
     torch.testing.assert_close(scores, SCORES[0, :2].repeat(12), rtol=0, atol=1e-4)
     torch.testing.assert_close(reward(PICTURES[1][None], PROMPTS[2:3]), SCORES[2:3, 1], rtol=0, atol=1e-4)
-
-
-def test_each_weight_of_the_file_is_renamed_or_unused(reward: ImageReward) -> None:
-    weights = load_file(RECORDED / "weights.safetensors")
-    patterns = [*imagereward._RENAMED, *imagereward._UNUSED]
-    assert {sum(bool(re.fullmatch(pattern, name)) for pattern in patterns) for name in weights} == {1}
-    renamed = imagereward.rename(weights, "x")
-    towers = {"image_tower": reward.image_tower, "text_tower": reward.text_tower, "head": reward.head}
-    loaded = nn.ModuleDict(towers).state_dict()
-    assert loaded.keys() == renamed.keys()
-    for name, weight in loaded.items():
-        assert torch.equal(weight, renamed[name].float()), name
 
 
 def test_file_determines_the_size_of_the_image_tower(release: str, bert: str, tmp_path: Path) -> None:

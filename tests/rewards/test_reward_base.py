@@ -53,25 +53,12 @@ def test_scores_are_float32_without_gradient(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "images",
-    [
-        torch.zeros(3, 8, 8),
-        torch.zeros(3, 8, 8, 3),
-        torch.zeros(3, 4, 8, 8),
-        torch.zeros(3, 3, 8, 8, dtype=torch.uint8),
-    ],
-    ids=["no batch", "channels last", "four channels", "bytes"],
+    "images", [torch.zeros(3, 8, 8, 3), torch.zeros(3, 3, 8, 8, dtype=torch.uint8)], ids=["channels last", "bytes"]
 )
 def test_images_of_another_shape_or_dtype_are_an_error(images: Tensor) -> None:
     message = f"the reward brightness .* got {images.dtype} {re.escape(str(list(images.shape)))}"
     with pytest.raises(ValueError, match=message):
         Brightness()(images, PROMPTS)
-
-
-@pytest.mark.parametrize("prompts", [PROMPTS[:2], [*PROMPTS, "a bird"]])
-def test_number_of_prompts_must_equal_the_number_of_images(prompts: list[str]) -> None:
-    with pytest.raises(ValueError, match=f"reward brightness .* 3 images and {len(prompts)} prompts"):
-        Brightness()(THREE, prompts)
 
 
 @pytest.mark.parametrize(
@@ -131,14 +118,9 @@ class Returns(Reward):
     ("value", "message"),
     [
         (torch.zeros(()), "it must return one real number per image, a tensor [2]; its score() returned []"),
-        (torch.zeros(1, 2), "its score() returned [1, 2]"),
         (torch.zeros(2, 3), "its score() returned [2, 3]"),
-        (torch.zeros(3), "its score() returned [3]"),
-        (0.5, "its score() returned []"),
         ([0.5], "its score() returned [1]"),
-        (["good", "bad"], "its score() returned list"),
         ([[1.0], [1.0, 2.0]], "its score() returned list"),
-        ({"a": 1}, "its score() returned dict"),
         (None, "its score() returned NoneType"),
         (torch.zeros(2) + 1j, "its score() returned Tensor"),
     ],
@@ -198,7 +180,6 @@ class Describes(Returns):
     [
         (torch.zeros(2, 3), r"its parts\(\) must return .* \[2, 2\]; it returned \[2, 3\]"),
         ([[1.0, 2.0], [1.0]], "it returned list"),
-        (None, "it returned NoneType"),
         (torch.zeros(2, 2) + 1j, "it returned Tensor"),
         (lambda: {}["box"], "reward mine raises KeyError in .*test_reward_base.py, line .*'box'"),
     ],

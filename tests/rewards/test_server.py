@@ -89,7 +89,6 @@ def test_scores_are_those_of_the_rewards_on_8_bit_images(url: str) -> None:
     [
         ({"batch": 9}, CAPTIONS[:9], {"count": 1}, "status 422: .*must have 1 to 8 images; got 9"),
         ({}, ["a cat"], {"count": 1}, "status 422: .*a cat"),
-        ({}, CAPTIONS[:1], {}, "status 422: .*has no count"),
         ({}, CAPTIONS[:1], {"count": -1}, "status 422: .*the reward count is nan for the prompt"),
         (
             {},
@@ -123,12 +122,9 @@ def encoded(*sides: int) -> list[str]:
     [
         (b"hello", 422, "the body is invalid: Invalid JSON"),
         (b'{"images": ["aaaa"]}', 422, "prompts is invalid: Field required"),
-        ({"images": "aaaa", "prompts": []}, 422, "images is invalid: Input should be a valid array"),
-        ({"images": [7], "prompts": ["a"]}, 422, "images.0 is invalid: Input should be"),
         ({"images": [encoded(32)[0][:60]], "prompts": ["a"]}, 422, "an image must be a PNG file"),
         ({"images": encoded(8, 9), "prompts": ["a", "b"]}, 422, "images of a request must be of one size"),
         ({"images": encoded(8), "prompts": ["a", "b"]}, 422, "must be as many as the images, 1"),
-        ({"images": encoded(8), "prompts": ["a"], "metadata": []}, 422, "must be as many as the images, 1"),
         ({"images": [], "prompts": []}, 422, "1 to 8 images; got 0"),
         (b" " * (8 * 32 * 32 * 4 + 2**20 + 1), 413, "a request must have at most 1081344 bytes"),
     ],

@@ -188,15 +188,6 @@ def test_failed_request_is_repeated_with_the_token(server: type[Server], monkeyp
     assert server.tokens == ["Bearer secret"] * 2
 
 
-def test_error_of_the_server_comes_before_the_run(server: type[Server]) -> None:
-    reward(server).try_out(IMAGES[0], PROMPTS[0], {})
-    assert len(server.requests) == 1
-    server.failures = 1
-    with pytest.raises(UserError, match="reward.vlm.url=http://.*/v1 is invalid: .* status 503"):
-        reward(server).try_out(IMAGES[0], PROMPTS[0], {})
-    assert len(server.requests) == 2  # no retries
-
-
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_model_that_answers_otherwise_is_an_error_before_the_run(server: type[Server], logprobs: bool) -> None:
     server.choices[0] = choice("Perhaps", Perhaps=1.0)

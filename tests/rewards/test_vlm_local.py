@@ -7,10 +7,7 @@ import torch
 from test_hpsv3 import patches
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
-from transformers import (
-    AutoTokenizer,
-    Qwen2VLForConditionalGeneration,
-)
+from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
 
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.rewards.answers import normal, spellings

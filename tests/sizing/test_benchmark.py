@@ -12,7 +12,6 @@ from nano import prompts_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.cli.checks import check_prompts
-from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
@@ -175,17 +174,3 @@ def test_peak_memory_on_a_cpu_is_that_of_the_process() -> None:
     peak = peak_since_release(CPU)
     assert peak["of"] == "the process so far"
     assert tensor.nbytes < peak["bytes"] < 2**40
-
-
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
-        ("task.families=[sol_rl,sole_rl]", "no family named 'sole_rl'. .*, sol_rl"),
-        ("task.sizes.keep=100", "family.keep=.* must be at most family.pool"),
-        ("task.decoders=[half]", "task.decoders.0=half is invalid: it must be one of full, bf16, preview"),
-        ("task.decoders=[preview]", "model.preview_decoder names none"),
-    ],
-)
-def test_invalid_options_are_an_error_at_once(compose: Compose, mistake: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        benchmark(compose(*SMALL, "model.pretrained=nowhere/at-all", mistake))

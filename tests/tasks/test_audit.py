@@ -22,13 +22,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Audit
 from solrl_lightning.rollout.stage import velocities_per_prompt
 from solrl_lightning.tasks import audit as audit_module
-from solrl_lightning.tasks.audit import (
-    _stages,
-    audit,
-    command_of,
-    command_without_selection,
-    load_pool,
-)
+from solrl_lightning.tasks.audit import _stages, audit, command_of, command_without_selection, load_pool
 from solrl_lightning.tasks.audit_search import EarlyStop, cheapest
 from solrl_lightning.tasks.audit_verdict import Gain, expected_gain, judge, recommend, with_verdict
 

@@ -12,13 +12,10 @@ import torch
 from reward_servers import free_port
 from torch import Tensor
 
-from solrl_lightning.errors import UserError
-from solrl_lightning.options.run import Run
-from solrl_lightning.rewards.addresses import TOKEN, is_loopback
+from solrl_lightning.rewards.addresses import is_loopback
 from solrl_lightning.rewards.http import HTTPReward
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.shapes.world import eval_captions
-from solrl_lightning.tasks.serve import serve
 
 Command = Callable[..., Any]
 
@@ -47,14 +44,6 @@ def test_serves_until_a_signal_and_leaves_no_file(command: Command, tmp_path: Pa
     assert f"shapes on cpu: {reward.url} (Ctrl-C ends)" in ended.out.splitlines()
     assert torch.equal(scores[0], ShapesReward()(images, prompts))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_task_itself_requires_a_token_for_a_public_address(
-    compose: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(UserError, match="task.host=0.0.0.0 is invalid without a token"):
-        serve(compose("task=serve", "task.host=0.0.0.0"))
 
 
 @pytest.mark.parametrize(

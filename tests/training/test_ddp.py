@@ -14,7 +14,6 @@ from reward_servers import free_port
 from safetensors.torch import load_file
 from torch import Tensor
 
-from solrl_lightning.errors import UserError
 from solrl_lightning.names import LORA_FILES
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import pipeline
@@ -72,27 +71,6 @@ def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
 
 def distance(actual: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected))
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("family=sol_rl", "family.explore.sampler=shadow is invalid with trainer=fsdp: .* Set family=prefix"),
-        ("family.compile=true", "family.compile=true is invalid .* Set family.compile=false"),
-        ("compile_training=true", "compile_training=true is invalid .* Set compile_training=false"),
-        ("base_weights=int8", "base_weights=int8 is invalid .* Set base_weights=bfloat16"),
-        ("callbacks.sample_grid.every=1", "callbacks.sample_grid is invalid .* Set callbacks.sample_grid.every=0"),
-        ("task=evaluate", "trainer=fsdp is invalid: only task=train shards"),
-    ],
-)
-def test_what_needs_whole_weights_is_an_error_with_shards(
-    compose: Callable[..., Run], argument: str, message: str
-) -> None:
-    good = ("trainer=fsdp", "family=prefix", "callbacks.sample_grid.every=0")
-    compose(*good)
-    key = argument.partition("=")[0]
-    with pytest.raises(UserError, match=message):
-        Run.of(compose(*(word for word in good if not word.startswith(f"{key}=")), argument))
 
 
 JOB = (

@@ -1,6 +1,5 @@
 """model.train=full: float32 weights are trained, and a rounded copy of them computes."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from nano import PROMPTS, load_nano, prompts_of, save_nano
 from test_loop import train
 from torch import Tensor
 
-from solrl_lightning.errors import UserError
-from solrl_lightning.options.run import Run
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.training.full import FullTransformer
 
@@ -92,15 +89,3 @@ def test_families_train_and_replicas_follow(tmp_path: Path, family: str) -> None
     assert merged.keys() == trained.state("old").keys()
     for name, value in trained.state("old").items():
         assert torch.equal(merged[name], value.to(merged[name].dtype))
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("base_weights=int8", "base_weights=int8 is invalid: model.train=full has no frozen weights"),
-        ("model.init_lora=a", "model.init_lora=a is invalid: model.train=full has no frozen weights and no LoRA"),
-    ],
-)
-def test_options_of_a_lora_are_errors(compose: Callable[..., Run], option: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        compose(FULL, "family=prefix", option)

@@ -389,26 +389,6 @@ def test_few_evaluations_take_at_most_a_twentieth_of_the_passes(tmp_path: Path) 
     assert run.loop.evaluate_every == 20
 
 
-@pytest.mark.parametrize(("seconds", "cost"), [(None, ""), (396.4, ", 6.6 min by estimate")])
-def test_the_first_evaluation_says_what_it_costs_before_it_begins(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: float | None, cost: str
-) -> None:
-    run = make(tmp_path, "evaluation.every=auto", "data.eval_images=4", max_epochs=1)
-    run.module.evaluation.planned_seconds = seconds
-    with caplog.at_level("INFO", "solrl_lightning"):
-        run.trainer.validate(run.module, RankPrompts(run.module.evaluation.prompts, 0, 1), verbose=False)
-    first, share = (message for message in caplog.messages if message.startswith("evaluation"))
-    passes = run.loop.cost_of_evaluation
-    sizes = f"evaluation: 2 held-out prompts x 4 images x 1 steps, {passes:.1f} times the passes of an iteration"
-    assert first == f"{sizes}{cost}; again at the end"
-    percent = 200 * passes / (1 + 2 * passes)
-    assert share.startswith(f"evaluations are {percent:.0f} % of this run's passes; data.eval_prompts=<number> takes")
-    run.loop.max_epochs = 100
-    assert run.loop.large_share_of_evaluations is None
-    run.loop.max_epochs, run.loop.few_evaluations = 1, False  # as asked for
-    assert run.loop.large_share_of_evaluations is None
-
-
 def test_an_evaluation_is_planned_by_the_estimates_of_its_model_and_gpu(tmp_path: Path) -> None:
     run, h100 = make(tmp_path, "data.eval_images=4"), Hardware("", capability=(9, 0))
     cfg, table = composed("model.resolution=512"), TABLES["flux1_h100"]

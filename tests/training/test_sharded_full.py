@@ -1,7 +1,6 @@
 """model.train=full with trainer=fsdp: two ranks with a half of all weights each compute what whole weights do."""
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,10 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 from forks import Forks, two_ranks
-from nano import load_nano, save_nano
+from nano import save_nano
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_flatten_with_path, tree_map
-
-from solrl_lightning.errors import UserError
-from solrl_lightning.options.run import Run
-from solrl_lightning.training import sharded_full
-from solrl_lightning.training.sharded_full import ShardedFullTransformer
 
 MIXED = "param_dtype_override_fn" in [field.name for field in fields(MixedPrecisionPolicy)]
 # diffusers keeps layers of wan in float32.
@@ -120,27 +114,3 @@ def check_export(run: Path) -> None:
     exported = dict(transformer.named_parameters())
     assert exported.keys() == average.keys()
     assert all(torch.equal(exported[name], value) for name, value in average.items())
-
-
-@pytest.fixture
-def mixed_dtypes(tmp_path: Path) -> Iterator[ShardedFullTransformer]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield ShardedFullTransformer(load_nano("wan", save_nano(tmp_path, "wan")).transformer)
-    torch.distributed.destroy_process_group()
-
-
-def test_a_model_of_several_dtypes_needs_a_torch_that_gathers_them(
-    mixed_dtypes: ShardedFullTransformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sharded_full, "_OVERRIDE", "of_another_torch")
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    with pytest.raises(UserError, match=r"trainer=fsdp is invalid: with model.train=full .* Update torch, or set"):
-        mixed_dtypes.shard(mesh)
-
-
-def test_options_are_those_of_full_and_of_shards(compose: Callable[..., Run]) -> None:
-    good = ("model.train=full", "trainer=fsdp", "family=prefix", "callbacks.sample_grid.every=0")
-    compose(*good)
-    for argument in ("base_weights=int8", "family=sol_rl", "compile_training=true"):
-        with pytest.raises(UserError, match="is invalid"):
-            compose(*good, argument)

@@ -5,21 +5,17 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forks import Forks
 from lightning.pytorch import Callback, Trainer
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from solrl_lightning.machine import interrupts
 from solrl_lightning.policies.config_files import ASSETS
@@ -169,59 +165,6 @@ def test_base_weights_and_alpha_are_those_of_the_checkpoint(command: Command, tm
     other = command("task=export", f"ckpt={checkpoint}", "model.lora.alpha=1", "hydra.run.dir=other")
     assert other.status == 2 and "model.lora.alpha=1 is invalid: the checkpoint's LoRA was trained with" in other.err
     assert "Set model.lora.alpha=64." in other.err
-
-
-def test_prompt_that_a_reward_cannot_score_is_an_error_before_the_model_is_loaded(
-    command: Command, tmp_path: Path
-) -> None:
-    (tmp_path / "prompts.txt").write_text("a red circle above a blue square\na dog on a sofa\n")
-    (tmp_path / "empty").mkdir()  # no pipeline, which only loading would tell
-    done = command(*LONG, "data.train=prompts.txt", "model.pretrained=./empty")
-    assert done.status == 2 and "'a dog on a sofa'" in done.err
-
-
-TINY = ["family=diffusionnft", "family.pool=4", "model.full_steps=2", "model.eval_steps=2", "data.eval_prompts=2"]
-
-
-def same(first: Any, second: Any) -> bool:
-    """Whether two states are equal, tensors bit for bit."""
-    (values, structure), (others, other_structure) = tree_flatten(first), tree_flatten(second)
-    pairs = zip(values, others, strict=True)
-    return structure == other_structure and all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs
-    )
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_and_is_given_again_ends_as_one_that_was_not(
-    command: Command, forks: Forks, tmp_path: Path
-) -> None:
-    options = [*LONG, *TINY, "iterations=3", "callbacks.periodic.every=1", "callbacks.periodic.keep=2", "ckpt=auto"]
-    ended = forks.run(tmp_path, *options, "hydra.run.dir=killed", kill_at="killed/checkpoints/last.ckpt")
-    assert ended.status == -signal.SIGKILL, ended.output
-    runs = [tmp_path / name for name in ("killed", "straight")]
-    for run in runs:
-        done = command(*options, f"hydra.run.dir={run.name}")
-        assert done.status == 0, done.err
-    for name in ("last", "best", "iteration_000003"):
-        states = [torch.load(run / "checkpoints" / f"{name}.ckpt", weights_only=True) for run in runs]
-        for part in ("state_dict", "optimizer_states", "callbacks.WeightEMA", "callbacks.Guard"):
-            first, second = (reduce(getitem, part.split("."), state) for state in states)
-            assert same(first, second), (name, part)
-    names = [f"{name}.ckpt" for name in ("best", "iteration_000002", "iteration_000003", "last")]
-    assert sorted(path.name for path in (runs[0] / "checkpoints").iterdir()) == names
-    killed, straight = map(summary_of, runs)
-    rewards = [row["shapes"] for row in straight["evaluations"]]
-    for summary in (killed, straight):
-        assert (summary["status"], summary["alarms"], summary["stopped_by"]) == ("completed", [], None)
-        assert [row["shapes"] for row in summary["evaluations"]] == rewards
-        assert rewards[summary["best_iteration"]] == summary["best_reward"] == max(rewards[1:])
-        assert summary["policy_metrics"].keys() >= {"policy/base_distance", "policy/old_distance", "train/drift"}
-
-    # A new run from the LoRA of that one begins where it ended.
-    done = command(*LONG, *TINY, "iterations=1", "model.init_lora=straight/lora", "hydra.run.dir=third")
-    assert done.status == 0, done.err
-    assert summary_of(tmp_path / "third")["base_reward"] == straight["final_reward"]
 
 
 class CtrlC(Callback):
