@@ -98,6 +98,6 @@ def _refused(name: str) -> Iterator[None]:
         yield
     except (OSError, errors.HTTPError, errors.HFValidationError) as error:
         raise UserError(
-            f"task.push={name} failed: {sentence(error)} Check with `hf auth whoami` that the token may write there, "
-            "and give the same command again."
+            f"task.push={name} failed: {sentence(error)} Log in with `hf auth login`; `hf auth whoami` says whether "
+            "the token may write there. Then give the same command again."
         ) from error

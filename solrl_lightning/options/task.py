@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny
 
+from solrl_lightning.artifacts.hub import HUB_ID
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import Decoder
 from solrl_lightning.options.family import Exploration, Pool
@@ -32,6 +33,10 @@ Glob = Annotated[
         "For example 'task.runs=outputs/train/*'.",
     ),
 ]
+
+
+def _is_hub_id(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and HUB_ID.fullmatch(value) is not None)
 
 
 def _are_texts(value: Any) -> bool:
@@ -144,7 +149,7 @@ class Evaluate(_Known):
 
 
 class Export(_Known):
-    push: str | None
+    push: Annotated[str | None, must_be("a hub id", _is_hub_id, "Use task.push=<your account>/<name>.")]
     """Hub id (owner/name) to upload the files to; the repository is created as a private one."""
 
 

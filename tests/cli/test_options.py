@@ -113,6 +113,7 @@ task=generate task.prompts=['']  | task.prompts=[''] is invalid: it must be a li
 task=generate task.prompts=[a] task.seeds=[1,1] | it must be a list of different whole numbers
 task=generate task.prompts=[a] task.prompt_file=b | got both
 task=generate task.prompts=[a] task.seeds=[-1] | task.seeds=[-1] is invalid
+task=export ckpt=a task.push=lora | task.push=lora is invalid: it must be a hub id. Use task.push=<your account>
 task=compare task.runs=[a,b]     | it must be one glob, in quotes, that matches all runs
 task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 takes a free port
 model.policy.decode_batch=[]     | it is model.decode_batch. Set model.decode_batch, which
