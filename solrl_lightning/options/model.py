@@ -39,23 +39,17 @@ Checkpointing = Annotated[bool | Literal["selective", "auto"], one_of(True, Fals
 
 
 class Policy(TypedDict, total=False):
-    """Arguments of the adapter of the architecture."""
+    """Arguments of the adapter of the architecture; those of a name in ``model`` have its value."""
 
     __pydantic_config__ = NODE  # type: ignore[misc]
     _target_: Required[str]
     """A subclass of ``PipelineAdapter``."""
     pretrained: str
-    """``model.pretrained``."""
     transformer_weights: str | None
-    """``model.transformer_weights``."""
     fused_lora: str | None
-    """``model.fused_lora``."""
     scheduler: dict[str, float | None] | None
-    """``model.scheduler``."""
     preview_decoder: str | None
-    """``model.preview_decoder``."""
     embeddings: str | None
-    """``model.embeddings``."""
 
 
 class Lora(Group):

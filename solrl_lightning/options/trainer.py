@@ -53,7 +53,6 @@ class Trainer(TypedDict, total=False):
 
     __pydantic_config__ = NODE  # type: ignore[misc]
     _target_: Required[str]
-    """lightning.Trainer."""
     accelerator: Annotated[str, one_of("auto", "cpu", "gpu", "cuda", "mps", "tpu")]
     """Kind of device; auto: a GPU if there is one."""
     devices: Annotated[int | str | list[int], Devices]
@@ -61,31 +60,19 @@ class Trainer(TypedDict, total=False):
     num_nodes: Count
     """Number of machines."""
     precision: Annotated[int | str | None, Dtype]
-    """Lightning must not cast."""
     strategy: Annotated[Any, Strategy]
     """How the ranks work together."""
     accumulate_grad_batches: Annotated[int, must_be("1", is_one(1), f"{_ONE_STEP}, or set model.micro_batch=<rows>.")]
-    """Follows from ``model.micro_batch``."""
     check_val_every_n_epoch: Annotated[int | None, must_be("1", is_one(None, 1), "Set evaluation.every=<iterations>.")]
-    """Follows from ``evaluation.every``."""
     limit_train_batches: Annotated[float | None, must_be("1.0", is_one(None, 1.0), f"{_ONE_STEP}.")]
-    """All of them."""
     overfit_batches: Annotated[float, must_be("0.0", is_one(0, 0.0), f"{_ONE_STEP}.")]
-    """None of them alone."""
     fast_dev_run: Annotated[Any, must_be("false", is_one(False), f"{_ONE_STEP}, or use experiment=smoke.")]
-    """Limits batches, epochs, loggers and checkpoints."""
     val_check_interval: Annotated[float | None, must_be("1.0", is_one(None, 1.0), "Set evaluation.every=<iterations>.")]
-    """Follows from ``evaluation.every``."""
     max_time: Annotated[Any, must_be("null", is_one(None), "Set max_seconds=<seconds>.")]
-    """Follows from ``max_seconds``."""
     logger: Annotated[Any, _made_of("logger", "Choose one with logger=<option>, as logger=none.")]
-    """Follows from the group."""
     callbacks: Annotated[Any, _made_of("callbacks", _OF_CALLBACKS)]
-    """Follows from the group."""
     enable_checkpointing: Annotated[Any, _made_of("callbacks", "Leave it out: a run resumes by its checkpoint.")]
-    """Follows from the callbacks."""
     enable_progress_bar: Annotated[Any, _made_of("callbacks", _NO_BAR)]
-    """Follows from the callbacks."""
 
 
 def named_devices(trainer: Trainer) -> list[int]:
