@@ -48,7 +48,6 @@ from solrl_lightning.cli.resume import (
     check_sweep,
     recorded_contents,
     resume,
-    resume_command,
 )
 from solrl_lightning.errors import UserError
 
@@ -100,7 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(how, file=sys.stderr)
         folder = Path(jobs[-1].run_dir) if jobs else Path()
         if jobs and (folder / LAST).is_file() and is_first():
-            print(f"resume with: {resume_command(folder)}", file=sys.stderr)
+            command = f"python -m solrl_lightning ckpt=last {path_option('hydra.run.dir', folder)}"
+            print(f"resume with: {command}", file=sys.stderr)
         return _TERMINATED if terminated else _INTERRUPTED if interrupted else _FAILED
     except BrokenPipeError as error:
         reported.append(error)

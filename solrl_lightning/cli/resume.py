@@ -160,11 +160,6 @@ def _is_whole(override: Override, overrides: Iterable[Override]) -> bool:
     return any(adds(o) and o.key_or_group in (_entry(override), f"{_entry(override)}._target_") for o in overrides)
 
 
-def resume_command(folder: Path) -> str:
-    """Return the command that continues the run in ``folder``."""
-    return f"python -m solrl_lightning ckpt=last {path_option('hydra.run.dir', folder)}"
-
-
 def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) -> Path:
     """Return the run's folder for ``ckpt=auto``, which must be the same when the command is given again."""
     if not training:

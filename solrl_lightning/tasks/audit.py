@@ -43,14 +43,7 @@ from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, velocities_
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
 from solrl_lightning.tasks.audit_text import format_audit, format_search, wrapped
-from solrl_lightning.tasks.audit_verdict import (
-    expected_gain,
-    gain_of,
-    judge,
-    recommend,
-    seconds_without_selection,
-    with_verdict,
-)
+from solrl_lightning.tasks.audit_verdict import expected_gain, judge, recommend, seconds_without_selection, with_verdict
 from solrl_lightning.training.module import SolRLModule
 
 log = logging.getLogger(__name__)
@@ -131,6 +124,7 @@ def describe_all(
         return forward_passes(cfg.model.guidance_scale) * sum(velocities_per_prompt(truth.stages, candidates))
 
     chosen = recommend(proxies)
+    learnt = chosen["gain"]["mean"] if chosen else 1.0
     pays, verdict = judge(chosen, len(merits), equal=math.isnan(rho))
     return {
         "prompts": len(merits),
@@ -166,7 +160,7 @@ def describe_all(
             "closest": chosen and chosen["name"],
             "pays": pays,
             "verdict": verdict,
-            "command": chosen["command"] if chosen and pays else command_without_selection(cfg, gain_of(chosen)),
+            "command": chosen["command"] if chosen and pays else command_without_selection(cfg, learnt),
         },
     }
 
@@ -317,7 +311,7 @@ def command_of(explorer: Exploration, precision: str, cfg: Run) -> str | None:
 def command_without_selection(cfg: Run, gain: float = 1.0) -> str:
     """Return the command of a run that trains on ``keep`` random candidates, with the audit's other options.
 
-    Above 1, ``gain`` multiplies its iterations: so many learn as much as the audit's do with selection.
+    Above 1, ``gain`` multiplies its iterations: so many learn as much as the audit's do with selection. NaN: unknown.
     """
     iterations = [f"iterations={math.ceil(cfg.iterations * gain)}"] if gain > 1 else []
     return _command(cfg, "diffusionnft", cfg.task_as(Audit).keep, last=iterations)

@@ -104,11 +104,6 @@ def recommend(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     return min((row for row in possible if row["gain_per_cost"]["mean"] >= least), key=cost)
 
 
-def gain_of(row: Mapping[str, Any] | None) -> float:
-    """Return the factor of what an iteration learns with the explorer of ``row``; 1 if that is not known."""
-    return 1.0 if row is None or math.isnan(row["gain"]["mean"]) else row["gain"]["mean"]
-
-
 def judge(row: Mapping[str, Any] | None, prompts: int, equal: bool) -> tuple[bool, str]:
     """Return whether selection by ``row`` pays, and a sentence. ``equal``: each prompt has equal rewards."""
     if equal:
