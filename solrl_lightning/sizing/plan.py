@@ -76,11 +76,7 @@ class Card(NamedTuple):
 
 
 def plan_run(
-    cfg: Run,
-    backend: Backend,
-    devices: int = 1,
-    others: Iterable[Backend] = (),
-    room: float = math.inf,
+    cfg: Run, backend: Backend, devices: int = 1, others: Iterable[Backend] = (), room: float = math.inf
 ) -> Plan:
     """Build the run's model on ``meta`` with its bytes on one of ``devices``.
 

@@ -219,10 +219,7 @@ def full_size(model: str, family: str, hardware: Hardware, runner: Runner) -> It
 
 def judge_seconds(model: str, family: str, hardware: Hardware, units: dict[str, float], lap: dict[str, float]) -> Row:
     """Return the row on an iteration's seconds: slow if the rollout or the training exceed the card's estimate."""
-    seconds = {
-        "rollout": lap.get("time/explore", 0.0) + lap["time/regenerate"],
-        "train": lap["time/train"],
-    }
+    seconds = {"rollout": lap.get("time/explore", 0.0) + lap["time/regenerate"], "train": lap["time/train"]}
     card = GPUS.get(hardware.capability[0])
     if card is None:
         text = ", ".join(f"{stage} {number(value, 3)} s" for stage, value in seconds.items())

@@ -50,10 +50,7 @@ def format_search(result: Mapping[str, Any], min_gap: float) -> str:
         enough = "" if row["enough"] else f", less than task.min_gap={min_gap}, the most"
         kept = f", keeping {'/'.join(map(str, row['keep']))}" if row["family"] == "race" else ""
         share = f"{_share(row)} of the gap{enough}"
-        lines += [
-            f"{row['family']}, {row['name']}{kept}: {row['evaluations']} passes, {share}",
-            f"  {row['command']}",
-        ]
+        lines += [f"{row['family']}, {row['name']}{kept}: {row['evaluations']} passes, {share}", f"  {row['command']}"]
     return "\n".join(lines)
 
 

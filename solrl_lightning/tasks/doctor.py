@@ -30,13 +30,7 @@ from solrl_lightning.sizing.environment import check_machine, local_path, locate
 from solrl_lightning.sizing.footprint import RESERVE, fit
 from solrl_lightning.sizing.layers import NO_SHADOW, check_layers, compare_backends, judge_backend
 from solrl_lightning.sizing.plan import Json, plan_run, without_files
-from solrl_lightning.sizing.trial import (
-    check_iterations,
-    check_rewards,
-    footprint_here,
-    judge_memory,
-    run_files,
-)
+from solrl_lightning.sizing.trial import check_iterations, check_rewards, footprint_here, judge_memory, run_files
 
 
 def doctor(cfg: Run) -> Json:
