@@ -56,8 +56,6 @@ def read_prompt_sets(
 ) -> PromptSets:
     """Return both sets. A source of None gives an empty set. Prompts of ``held_out`` are removed from the training set.
 
-    ``with_images``: each prompt has an input image; see ``input_images``.
-
     Does not log: called several times at start-up, before logging is configured. The caller logs ``notes``.
 
     Raises:
@@ -120,11 +118,6 @@ class PromptSchedule:
 
     A permutation of the unique ``prompts`` is cut into slices of P. Each pass over the set uses another permutation,
     and skips the prompts that do not fill a slice, so the prompts of an iteration are always unique.
-
-    Args:
-        prompts: of the training set.
-        per_iteration: P.
-        seed: of the permutations.
 
     Raises:
         UserError: there are fewer prompts than an iteration needs.

@@ -47,8 +47,7 @@ def find_architecture(pretrained: str, pipeline_class: type[diffusers.DiffusionP
     """Return the architecture of a local pipeline folder, or of a hub id whose config files the package has.
 
     Raises:
-        UserError: there are no config files for ``pretrained`` (without asking the hub), or they describe another
-            kind of pipeline.
+        UserError: there are no such config files, or they describe another kind of pipeline.
     """
     folder = config_folder(pretrained)
     if folder is None:
@@ -151,8 +150,7 @@ def init_random_weights(module: nn.Module, seed: int) -> None:
 
 
 def random_row(prompt: str, like: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return random embeddings of one prompt, a function of its text and their names, with the shapes and dtypes of
-    ``like``.
+    """Return random embeddings of one prompt, a function of its text and their names, shaped as ``like``.
 
     Floating ones are standard normal, others (masks) 1.
     """

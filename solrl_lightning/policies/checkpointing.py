@@ -15,9 +15,7 @@ def blocks_of(transformer: nn.Module) -> list[Any]:
 def checkpoint_blocks(transformer: Any, blocks: bool | str, **options: Any) -> None:
     """Checkpoint all blocks of ``transformer`` (True, or ``auto``), every second one (``selective``), or none (False).
 
-    Args:
-        transformer: a diffusers model.
-        options: of ``torch.utils.checkpoint.checkpoint``.
+    ``options``: of ``torch.utils.checkpoint.checkpoint``.
     """
     transformer.disable_gradient_checkpointing()
     if not blocks:

@@ -42,9 +42,6 @@ def should_compile(key: str, what: str, setting: bool | str, device: torch.devic
     Args:
         key: configuration key of ``setting``.
         what: plural noun for the compiled parts, for messages.
-
-    Raises:
-        UserError: compilation is asked for and this machine lacks what it needs.
     """
     on_gpu = device.type == "cuda"
     needed = (

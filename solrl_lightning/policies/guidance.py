@@ -27,12 +27,7 @@ def guide(
     """Return the ``combined`` velocity, with v_uncond without gradient; ``velocity`` itself where scale is 1.
 
     Runs two forward passes of B, not one of 2 B: the batch size of compiled transformers and the memory stay the same,
-    and autograd saves nothing of v_uncond.
-
-    Args:
-        velocity: conditional velocity of a model.
-        unconditional: its embedding of the empty or negative prompt, each [1, ...].
-        combined: function of both velocities and the scale.
+    and autograd saves nothing of v_uncond. ``unconditional``: embedding of the empty or negative prompt, each [1, ...].
     """
     if scale == 1:
         return velocity

@@ -64,9 +64,6 @@ def load_pipeline(
         components: those that are not loaded: existing modules, or None.
         check: called with the folder before weights are read.
         optional: components that the folder's index may set to ``[null, null]``, and the pipeline then does without.
-
-    Raises:
-        UserError: there is no such folder or hub id, it may not be read, holds another kind of pipeline, or is damaged.
     """
     components = components or {}
     folder = fetch(pipeline_class, pretrained, variant, list(components), optional)

@@ -45,12 +45,9 @@ def read_lora_file(
     metadata, where diffusers writes it, or beside it, where peft does; without any it is r.
     ``pipeline_class.lora_state_dict`` converts the names of other trainers. The part of text encoders is left out.
 
-    Args:
-        path: file, or folder of diffusers or peft.
-        named: what an error begins with.
-
     Raises:
-        UserError: the file cannot be read, is no LoRA of this transformer, or has more than A, B and alpha.
+        UserError: the file cannot be read, is no LoRA of this transformer, or has more than A, B and alpha. It begins
+            with ``named``.
     """
     files = [path / name for name in LORA_FILES] if path.is_dir() else [path]
     file = next((file for file in files if file.is_file()), files[0])
@@ -188,11 +185,7 @@ def _checked(
 def fuse_lora(pipeline: DiffusionPipeline, source: str) -> dict[str, Tensor]:
     """Add a LoRA to the transformer's weights, in place: W + alpha / rank B A in float32, rounded to the dtype of W.
 
-    Return its tensors, with the scale in B.
-
-    Args:
-        pipeline: reads the names of its own LoRA files, and of other trainers where diffusers converts them.
-        source: ``<hub id or folder>/<file>``.
+    Return its tensors, with the scale in B. ``source`` is ``<hub id or folder>/<file>``.
     """
     folder, _, name = source.rpartition("/")
     file = fetch(folder or ".", name, key="model.fused_lora", kind="LoRA")

@@ -26,12 +26,8 @@ _WIDTH = 64  # of every published TAESD
 def load_preview_decoder(pretrained: str, dtype: torch.dtype, channels: int, compression: int) -> AutoencoderTiny:
     """Load the tiny autoencoder of a folder or hub id, frozen.
 
-    Args:
-        channels, compression: of the latents to decode, checked before its weights are downloaded. Its files do not
-            name the model that it was distilled from.
-
-    Raises:
-        UserError: there is no such folder or hub id, it holds no AutoencoderTiny for these latents, or is damaged.
+    Its files do not name the model that it was distilled from, so ``channels`` and ``compression`` of the latents to
+    decode are checked before its weights are downloaded.
     """
     try:
         hint = "Or do without: model.preview_decoder=null."

@@ -51,8 +51,7 @@ _IN_A_BLOCK: dict[str, tuple[str, ...]] = {  # several names: the native tensor 
 def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> dict[str, Tensor]:
     """Copy the weights of a LinearFFN checkpoint, which are returned, into ``transformer``, in its dtype.
 
-    Args:
-        source: a .pth file, or a hub id that holds SANA_LinearFFN.pth.
+    ``source`` is a .pth file, or a hub id that holds SANA_LinearFFN.pth.
     """
     key, hint = "model.transformer_weights", f"Or give the path of a local {FILE}; yitongl/SANA_LinearFFN has it."
     weights = load_tensors(key, source, FILE, kind="SANA checkpoint", hint=hint)

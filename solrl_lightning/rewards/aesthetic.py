@@ -1,9 +1,6 @@
 """LAION's aesthetic predictor (christophschuhmann/improved-aesthetic-predictor, version sac+logos+ava1-l14-linearMSE).
 
-    reward = head(e / |e|)
-
-e is the image's embedding by OpenAI's CLIP ViT-L/14. The head is five linear layers without activations between them,
-trained on people's ratings of photographs, logos and generated images from 1 to 10. The prompt has no effect.
+reward = head(e / |e|), e the image's embedding by OpenAI's CLIP ViT-L/14
 """
 
 from collections import OrderedDict

@@ -2,9 +2,7 @@
 
     reward = cosine(image, prompt)
 
-The published Sol-RL presets divide CLIP's logit by its logit scale 100, which gives this cosine. Hessel et al. 2021
-(arXiv 2104.08718), who named the metric, report 2.5 max(cosine, 0) of ViT-B/32. A positive factor does not change
-rankings or advantages.
+The published Sol-RL presets divide CLIP's logit by its logit scale 100, which gives this cosine.
 """
 
 from torch import Tensor

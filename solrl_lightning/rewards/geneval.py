@@ -1,11 +1,8 @@
 """GenEval: whether the objects that a prompt names are in the image, in their number, colours and positions.
 
-The rules of Ghosh et al. 2023 (arXiv 2310.11513; djghosh13/geneval, evaluation/evaluate_images.py) are applied to the
-objects that a detector finds; OpenAI's CLIP ViT-L/14 names the colour of an object. The detector is OWLv2 (Minderer et
-al. 2023, arXiv 2306.09683), which takes any class, in place of a Mask2Former that needs mmcv.
-
-    strict:     1 if every clause of the prompt's metadata holds, else 0: GenEval's score
-    otherwise:  the mean of the terms of all clauses, in [0, 1], as Flow-GRPO trains (Liu et al. 2025, arXiv 2505.05470)
+The rules of Ghosh et al. 2023 (arXiv 2310.11513; djghosh13/geneval, evaluation/evaluate_images.py), or the terms of
+Flow-GRPO (Liu et al. 2025, arXiv 2505.05470), on the objects that OWLv2 finds (Minderer et al. 2023, arXiv 2306.09683);
+OpenAI's CLIP ViT-L/14 names the colour of an object. docs/rewards/geneval.md has both formulas.
 
 Shapes: B images, k objects. A box is (left, top, right, bottom) in pixels.
 """

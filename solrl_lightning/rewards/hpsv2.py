@@ -1,11 +1,9 @@
-"""HPSv2: human preference for an image, given a prompt (Wu et al. 2023, Human Preference Score v2, arXiv 2306.09341).
+"""HPSv2.1: human preference for an image, given a prompt (Wu et al. 2023, arXiv 2306.09341), by a CLIP ViT-H/14.
 
     reward = cosine(image, prompt)
 
-The model is a CLIP ViT-H/14, fine-tuned on human rankings, in version 2.1. The weights load into open_clip's model,
-whose 686 tensors have the same names and shapes. The published ``hpsv2`` package is not used: it has an old copy of
-open_clip, and its wheel lacks the BPE vocabulary. Images are padded to a square, not cropped. Unlike torchvision before
-0.17, resizing is always antialiased.
+The weights load into open_clip's model, whose 686 tensors have the same names and shapes. The published ``hpsv2``
+package has an old copy of open_clip, and its wheel lacks the BPE vocabulary.
 
 Shapes: B images, U unique prompts, D numbers per embedding.
 """

@@ -3,8 +3,7 @@
     reward = head(last hidden state at the token <|Reward|>)[0]
 
 The head gives the mean and the spread of a preference; the reward is the mean, as in the authors' inference code. The
-model reads a chat of one message: the image at about 448 x 448 pixels, and the authors' instruction with the prompt.
-That text is part of the trained model and is read from their repository, as are its weights.
+authors' instruction beside the image is part of the trained model and is read from their repository.
 
 Shapes: B images, S tokens.
 """

@@ -2,12 +2,9 @@
 
     reward = (head(joint(text, image)[CLS]) - 0.1672) / 1.0333
 
-The text tower attends to the image; the head has five linear layers. docs/rewards/imagereward.md explains why the
-``image-reward`` package is not used, and compares the two.
-
 As in training: LayerNorm eps is 1e-6 in the image tower and the configured one (1e-12) in the text tower; GELU is
 exact; text is padded to and truncated at 35 tokens; the first token is [CLS] (BLIP's matching head uses [ENC]); the
-head has no activations.
+head of five linear layers has no activations.
 
 Shapes: B images, U unique prompts, S text tokens, V image tokens.
 """

@@ -1,11 +1,9 @@
-"""OCR: whether the image shows the text that the prompt has in double quotes.
+"""OCR: whether the image shows the text that the prompt has in quotes.
 
     reward = max(0, 1 - d / n)        in [0, 1]
 
-n is the length of the quoted text and d its Levenshtein distance from the text that an OCR model reads in the image. d
-is 0 if that contains the quoted text; spaces, case, width (NFKC) and the form of quotes are ignored. The formula is
-Flow-GRPO's (Liu et al. 2025, arXiv 2505.05470; flow_grpo/ocr.py), which uses PaddleOCR. Here RapidOCR runs PaddleOCR's
-models, which are in its wheel, by ONNX Runtime on the CPU.
+n is the length of the quoted text and d its Levenshtein distance from the text that RapidOCR reads in the image, 0 if
+that contains it: Flow-GRPO's formula (Liu et al. 2025, arXiv 2505.05470; flow_grpo/ocr.py) with PaddleOCR's models.
 """
 
 import re

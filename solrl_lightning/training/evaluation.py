@@ -55,14 +55,7 @@ class Estimate:
 
 
 class Evaluation:
-    """Scores images of held-out prompts by all rewards, and keeps the results of a run.
-
-    Args:
-        prompts: P held-out prompts.
-        rewards: all of them score.
-        solver, steps, images: sampling of the images, so many for each prompt.
-        seed: seed of the noise.
-    """
+    """Scores ``images`` of each held-out prompt by all rewards, and keeps the results of a run."""
 
     def __init__(
         self, prompts: list[Prompt], rewards: WeightedRewards, solver: SolverName, steps: int, images: int, seed: int

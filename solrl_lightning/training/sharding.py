@@ -129,10 +129,7 @@ def shard_transformers(
 ) -> Transformers:
     """Return the transformers of a rank: the trained one alone, as merged replicas would be whole copies.
 
-    Args:
-        model: as loaded; its transformer is trained.
-        train: makes the trained transformer of that of ``model``.
-        batch_size: candidates per forward pass.
+    Arguments as those of ``replicate``.
     """
     trained = train(model.transformer)
     trained.freeze(model.unused_layers)

@@ -236,9 +236,7 @@ def replicate(
         train: makes the trained transformer of that of ``model``.
         batch_size: candidates per forward pass.
         compile_replicas, compile_policy: compile the blocks of the replicas, and those of the trained transformer.
-        with_shadow: make the quantised replica.
-        backend, rule: arithmetic of the shadow, and the layers to quantise.
-        compiler: backend of torch.compile.
+        backend, rule: arithmetic of the shadow, if there is one, and the layers to quantise.
     """
     clone = replica.clone_sharing_weights
     reference = clone(model.transformer).eval()
