@@ -8,6 +8,8 @@ parameters, many prompts) it learns as much as without. The gain in iterations l
 Shapes: P prompts, N pool, K kept.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -52,13 +54,9 @@ def equal_random(truth: Tensor, keep: int) -> float:
 
     The sum over the values of a prompt, of which n candidates have one, of C(n, K) / C(N, K).
     """
-    pool = torch.tensor(truth.shape[1])
-    shares = []
-    for row in truth:
-        counts = row.unique(return_counts=True)[1]
-        counts = counts[counts >= keep]
-        shares.append((_log_choose(counts, keep) - _log_choose(pool, keep)).exp().sum())
-    return torch.stack(shares).mean().item()
+    counts = [row.unique(return_counts=True)[1].tolist() for row in truth]  # of each prompt
+    ways = sum(math.comb(n, keep) for of_prompt in counts for n in of_prompt)
+    return ways / math.comb(truth.shape[1], keep) / len(truth)
 
 
 def ratio_of_sums(parts: Tensor, wholes: Tensor) -> tuple[float, float]:
@@ -79,8 +77,3 @@ def _kept(proxy: Tensor, truth: Tensor, keep: int) -> Tensor:
 def _not_zero(wholes: Tensor) -> Tensor:
     """Return NaN in place of sums that are 0 up to rounding."""
     return torch.where(wholes > 1e-12 * wholes.max().clamp(min=1e-12), wholes, torch.nan)
-
-
-def _log_choose(n: Tensor, k: int) -> Tensor:
-    n = n.double()
-    return torch.lgamma(n + 1) - torch.lgamma(torch.tensor(k + 1.0).double()) - torch.lgamma(n - k + 1)

@@ -21,9 +21,8 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from solrl_lightning.data.input_images import as_rgb
-from solrl_lightning.data.prompt import INPUT_IMAGE
+from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
 from solrl_lightning.errors import NonFiniteError, RewardError, UserError, sentence
-from solrl_lightning.rewards.base import Metadata, call_with_metadata
 from solrl_lightning.rewards.weighted import WeightedRewards
 
 log = logging.getLogger(__name__)
@@ -120,14 +119,12 @@ def pixels(png: bytes, max_pixels: int) -> Tensor:
 
 def score_batch(rewards: WeightedRewards, images: Tensor, batch: Batch) -> Tensor:
     """Return the weighted sums, float32 [B]; raises as ``Reward.__call__`` and ``Reward.check_prompts`` do."""
-    rows = batch.metadata or [{} for _ in batch.prompts]
-    metadata: list[Metadata] = [  # a path in a request opens no file here
-        {key: value for key, value in row.items() if key != INPUT_IMAGE} for row in rows
+    prompts = [  # a path in a request opens no file here
+        Prompt(text, {key: value for key, value in row.items() if key != INPUT_IMAGE})
+        for text, row in zip(batch.prompts, batch.metadata or [{} for _ in batch.prompts], strict=True)
     ]
-    for reward in rewards.rewards.values():
-        call_with_metadata(reward.check_prompts, batch.prompts, metadata=metadata)
-    each = [reward(images, batch.prompts, metadata) for reward in rewards.rewards.values()]
-    return rewards.total(torch.stack(each, dim=-1))
+    rewards.check_prompts(prompts)
+    return rewards.total(rewards(images, prompts))
 
 
 class Server(uvicorn.Server):

@@ -30,30 +30,18 @@ def old_policy_decay(
     ramp start=-1, slope=d, maximum=d.
 
     Raises:
-        UserError: the type is unknown, a fixed type has parameters, or the ramp lacks one or exceeds its range.
+        UserError: the type is unknown, or has other values than it takes.
     """
-    ramp = {"start": start, "slope": slope, "maximum": maximum}
-    if decay_type in DECAY_TYPES:
-        extra = [name for name, value in ramp.items() if value is not None]
-        if extra:
-            raise UserError(
-                f"old_policy.decay_type={decay_type} is invalid: only type {CUSTOM} has {', '.join(extra)}. "
-                f"Remove them, or use old_policy.decay_type={CUSTOM}."
-            )
+    if decay_type in DECAY_TYPES and start is slope is maximum is None:
         return DECAY_TYPES[decay_type]
-    if decay_type != CUSTOM:
-        raise UserError(f"old_policy.decay_type={decay_type} is invalid: it must be 0, 1, 2 or {CUSTOM}.")
-    if start is None or slope is None or maximum is None:
-        missing = [f"old_policy.{name}" for name, value in ramp.items() if value is None]
-        raise UserError(
-            f"old_policy.decay_type={CUSTOM} is invalid: it needs start, slope and maximum. Set {', '.join(missing)}."
-        )
-    if slope < 0 or not 0 <= maximum < 1:
-        raise UserError(
-            f"old_policy.slope={slope} with old_policy.maximum={maximum} is invalid: slope must be at least 0, and "
-            "maximum must be in [0, 1), because a decay of 1 freezes the old policy."
-        )
-    return linear_ramp(start, slope, maximum)
+    if decay_type == CUSTOM and start is not None and slope is not None and maximum is not None:
+        if slope >= 0 and 0 <= maximum < 1:  # a decay of 1 would freeze the old policy
+            return linear_ramp(start, slope, maximum)
+    raise UserError(
+        f"old_policy.decay_type={decay_type} with start={start}, slope={slope} and maximum={maximum} is invalid: it "
+        f"must be 0, 1 or 2 without any of them, or {CUSTOM} with all, slope at least 0 and maximum in [0, 1). Set "
+        "old_policy.decay_type=1, or old_policy.<name>=<value>."
+    )
 
 
 def ema_decay(step: int) -> float:

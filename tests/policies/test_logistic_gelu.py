@@ -8,8 +8,7 @@ from nano import load_nano
 from torch import nn
 from torch.nn import functional as F
 
-from solrl_lightning.policies.compilation import compile_blocks
-from solrl_lightning.policies.logistic_gelu import LogisticGELU, ProjectedLogisticGELU, logistic_gelu
+from solrl_lightning.policies.compilation import LogisticGELU, ProjectedLogisticGELU, compile_blocks, logistic_gelu
 
 
 def test_logistic_gelu_is_the_tanh_approximation() -> None:

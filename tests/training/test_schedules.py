@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -37,16 +38,15 @@ def test_decay_type_3_is_a_custom_ramp() -> None:
     assert [constant(step) for step in (0, 1, 1000)] == [0.9, 0.9, 0.9]
 
 
-def test_invalid_decay_error_names_rule_and_fix() -> None:
-    with pytest.raises(UserError, match="old_policy.decay_type=4 is invalid: it must be 0, 1, 2 or 3"):
-        old_policy_decay(4)
-    with pytest.raises(UserError, match="only type 3 has slope, maximum. Remove them, or use old_policy.decay_type=3"):
-        old_policy_decay(1, slope=0.1, maximum=0.2)
-    with pytest.raises(UserError, match="Set old_policy.start, old_policy.maximum"):
-        old_policy_decay(3, slope=0.1)
-    for slope, maximum in [(-0.1, 0.5), (0.1, 1.0), (0.1, -0.5)]:
-        with pytest.raises(UserError, match=f"old_policy.slope={slope} with old_policy.maximum={maximum} is invalid"):
-            old_policy_decay(3, start=0, slope=slope, maximum=maximum)
+@pytest.mark.parametrize(
+    ("decay_type", "ramp"),
+    [(4, {}), (1, {"slope": 0.1, "maximum": 0.2}), (3, {"slope": 0.1})]
+    + [(3, {"start": 0, "slope": slope, "maximum": m}) for slope, m in [(-0.1, 0.5), (0.1, 1.0), (0.1, -0.5)]],
+)
+def test_invalid_decay_error_names_values_and_rule(decay_type: int, ramp: dict[str, Any]) -> None:
+    message = f"decay_type={decay_type} with .*maximum={ramp.get('maximum')} is invalid: .* or 3 with all"
+    with pytest.raises(UserError, match=message):
+        old_policy_decay(decay_type, **ramp)
 
 
 def test_ema_decay_rises_to_its_maximum() -> None:
