@@ -185,16 +185,9 @@ def read_lora(
     return state
 
 
-@torch.no_grad()
-def follow(old: State, trained: State, decay: float) -> None:
-    """Move old weights towards trained ones in place: old <- decay * old + (1 - decay) * trained."""
-    torch._foreach_lerp_(list(old.values()), list(trained.values()), 1.0 - decay)
-
-
-def base_norm(layers: dict[str, LoraLayer]) -> Tensor:
-    """Return the L2 norm of the base weights of all adapted layers."""
-    weights = (dense(layer.get_base_layer().weight) for layer in layers.values())
-    norms = [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in weights]
+def norm_of_all(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of all elements, in float32."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.policies import replica
-from solrl_lightning.policies.lora import State
+from solrl_lightning.policies.lora import State, norm_of_all
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.training.transformers import TrainedTransformer
 
@@ -48,7 +48,7 @@ class FullTransformer(TrainedTransformer):
         copies = {name: _in_float32(transformer, name == TRAINED, device) for name in (TRAINED, OLD)}
         self.weights = nn.ModuleDict(copies)
         self._saved = {f"{name}.{parameter}" for name in (TRAINED, OLD) for parameter in self._base}
-        self.base_norm = norm_of_all(weight.float() for weight in self._base.values())
+        self.base_norm = norm_of_all(self._base.values())
 
     @property
     def replaced(self) -> list[str]:
@@ -108,8 +108,3 @@ def _in_float32(transformer: nn.Module, trained: bool, device: str | None) -> nn
         for parameter in transformer.parameters()
     }
     return copy.deepcopy(transformer, copies | {id(buffer): buffer for buffer in transformer.buffers()})
-
-
-def norm_of_all(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the L2 norm of all elements."""
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))

@@ -25,9 +25,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import TRAINED
 from solrl_lightning.policies.checkpointing import blocks_of
-from solrl_lightning.policies.lora import State
+from solrl_lightning.policies.lora import State, norm_of_all
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.training.full import FullTransformer, norm_of_all
+from solrl_lightning.training.full import FullTransformer
 
 _OVERRIDE = "param_dtype_override_fn"  # of MixedPrecisionPolicy
 

@@ -11,9 +11,9 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from diffusers import ModelMixin
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -47,7 +47,9 @@ class ShardedBase(DDPStrategy):
                 names = [name for name, _ in chain(module.named_parameters(), module.named_buffers())]
                 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
             else:
-                shard_base(module, mesh)
+                named = trained.transformer.named_parameters()
+                adapters = {parameter for name, parameter in named if ".lora_" in name}
+                shard_blocks(trained.transformer, mesh, ignored_params=adapters)
         super().setup(trainer)
 
     @property
@@ -101,13 +103,6 @@ def _shard_moments(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]])
         }
         for index, tensors in state.items()
     }
-
-
-def shard_base(module: LightningModule, mesh: DeviceMesh) -> None:
-    """Shard all parameters of ``module.transformer`` but the adapters', block by block and in place."""
-    transformer: Any = module.transformer
-    adapted = {parameter for name, parameter in transformer.named_parameters() if ".lora_" in name}
-    shard_blocks(transformer, mesh, ignored_params=adapted)
 
 
 class FixedBatchSize(BatchSize):

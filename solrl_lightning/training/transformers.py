@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW, TRAINED, Storage
 from solrl_lightning.policies import lora, replica
+from solrl_lightning.policies.base_weights import dense
 from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
@@ -97,9 +98,11 @@ class TrainedTransformer(ABC):
     def old(self, state: State | None = None) -> AbstractContextManager[nn.Module]:
         """Yield the transformer with the weights of the old policy, or with ``state``."""
 
+    @torch.no_grad()
     def update_old(self, decay: float) -> None:
         """Update the old policy in place: old <- decay * old + (1 - decay) * trained."""
-        lora.follow(self.state(OLD), self.state(TRAINED), decay)
+        old, trained = self.state(OLD), self.state(TRAINED)
+        torch._foreach_lerp_(list(old.values()), list(trained.values()), 1.0 - decay)
 
     @abstractmethod
     def distances(self) -> dict[str, Tensor]:
@@ -131,7 +134,8 @@ class AdaptedTransformer(TrainedTransformer):
         self.transformer = self.weights = transformer.train()  # none of these models has dropout
         self.config, self.alpha = config, config.lora_alpha
         self.lora_layers: dict[str, LoraLayer] = lora.add_adapters(transformer, config, seed)
-        self.base_norm = lora.base_norm(self.lora_layers)  # of all adapted layers; before a strategy shards the weights
+        bases = (dense(layer.get_base_layer().weight) for layer in self.lora_layers.values())
+        self.base_norm = lora.norm_of_all(bases)  # before a strategy shards the weights
 
     @property
     def replaced(self) -> list[str]:
