@@ -56,16 +56,13 @@ class Reward(ABC):
             RewardError: ``score`` raised an exception.
             NonFiniteError: an image has NaN, or a score is NaN or infinite.
         """
-        check_images(self.name, images, prompts)
         metadata = [{} for _ in prompts] if metadata is None else metadata
-        if len(metadata) != len(prompts):
-            raise ValueError(
-                f"the metadata of the reward {self.name} are invalid: there must be one per prompt; got "
-                f"{len(metadata)} for {len(prompts)} prompts. Leave them out, or give {{}} where there is none."
-            )
+        check_images(self.name, images, prompts, metadata)
         with self._named_errors():
             returned = call_with_metadata(self.score, images, prompts, metadata=metadata)
-        scores = as_scores(self.name, returned, len(prompts)).to(images.device)
+        count = len(prompts)
+        shapes = [(count,), (count, 1), ()] if count == 1 else [(count,), (count, 1)]  # of one image, a number
+        scores = numbers_of(self.name, "score", returned, *shapes).flatten().to(images.device)
         check_scores(self.name, scores, prompts)
         return scores
 
@@ -79,14 +76,7 @@ class Reward(ABC):
         """
         with self._named_errors():
             returned = self.parts(images, prompts)
-        columns, expected = numbers_in(returned), [len(images), len(self.part_names)]
-        if columns is None or list(columns.shape) != expected:
-            actual = type(returned).__name__ if columns is None else list(columns.shape)
-            raise UserError(
-                f"the reward {self.name} is invalid: its parts() must return a column for each of part_names, a tensor "
-                f"{expected}; it returned {actual}. Correct parts() or part_names."
-            )
-        return columns.to(images.device).float()
+        return numbers_of(self.name, "parts", returned, (len(images), len(self.part_names))).to(images.device)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -140,28 +130,22 @@ class Reward(ABC):
         """Raise ``UserError`` for a prompt that the reward cannot score; ``metadata`` as in ``score``."""
 
 
-def as_scores(name: str, returned: Any, count: int) -> Tensor:
-    """Return what ``score`` returned for ``count`` images, a tensor or array [B] or [B, 1] or a list, as float32 [B].
+def numbers_of(name: str, method: str, returned: Any, *shapes: tuple[int, ...]) -> Tensor:
+    """Return what a reward's ``method`` returned, a tensor, an array or a list, as float32 of one of the ``shapes``.
 
-    The score of one image may be a number.
+    Raises:
+        UserError: it is something else, or complex.
     """
-    scores = numbers_in(returned)
-    single = (count == 1) * ((),)
-    if scores is None or tuple(scores.shape) not in ((count,), (count, 1), *single):
-        actual = type(returned).__name__ if scores is None else list(scores.shape)
-        raise UserError(
-            f"the reward {name} is invalid: it must return one real number per image, a tensor [{count}]; its score() "
-            f"returned {actual}. Correct score()."
-        )
-    return scores.flatten().float()
-
-
-def numbers_in(returned: Any) -> Tensor | None:
-    """Return a tensor, array or list as a tensor; None if it is no real numbers, or lists of different lengths."""
+    numbers = None
     with suppress(TypeError, ValueError, RuntimeError):
         numbers = torch.as_tensor(returned)
-        return None if numbers.is_complex() else numbers
-    return None
+    if numbers is not None and tuple(numbers.shape) in shapes and not numbers.is_complex():
+        return numbers.float()
+    actual = type(returned).__name__ if numbers is None else f"{numbers.dtype} {list(numbers.shape)}"
+    raise UserError(
+        f"the reward {name} is invalid: its {method}() must return real numbers, a tensor {list(shapes[0])}; it "
+        f"returned {actual}. Correct {method}()."
+    )
 
 
 def call_with_metadata(method: Callable[..., T], *args: Any, metadata: list[Metadata]) -> T:
@@ -169,8 +153,8 @@ def call_with_metadata(method: Callable[..., T], *args: Any, metadata: list[Meta
     return method(*args, metadata) if "metadata" in inspect.signature(method).parameters else method(*args)
 
 
-def check_images(name: str, images: Tensor, prompts: list[str]) -> None:
-    """Raise ``ValueError`` unless images are floats [B, 3, H, W] in [0, 1] and there are B prompts.
+def check_images(name: str, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> None:
+    """Raise ``ValueError`` unless images are floats [B, 3, H, W] in [0, 1] and there are B prompts, with metadata.
 
     An image with NaN raises ``NonFiniteError`` instead: the model's numbers are at fault, not the caller.
     """
@@ -179,10 +163,10 @@ def check_images(name: str, images: Tensor, prompts: list[str]) -> None:
             f"the images of the reward {name} are invalid: they must be floats [B, 3, H, W]; got {images.dtype} "
             f"{list(images.shape)}. Divide uint8 images by 255, and stack them with the channels first."
         )
-    if len(images) != len(prompts):
+    if not len(images) == len(prompts) == len(metadata):
         raise ValueError(
-            f"the prompts of the reward {name} are invalid: there must be one per image; got {len(images)} images and "
-            f"{len(prompts)} prompts."
+            f"the prompts of the reward {name} are invalid: there must be one per image, with its metadata; got "
+            f"{len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata. Give {{}} where there is none."
         )
     lowest, highest = images.amin((1, 2, 3)), images.amax((1, 2, 3))  # torch returns NaN if an image has one
     inside = (lowest >= 0) & (highest <= 1)

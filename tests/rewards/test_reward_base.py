@@ -117,12 +117,12 @@ class Returns(Reward):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.zeros(()), "it must return one real number per image, a tensor [2]; its score() returned []"),
-        (torch.zeros(2, 3), "its score() returned [2, 3]"),
-        ([0.5], "its score() returned [1]"),
-        ([[1.0], [1.0, 2.0]], "its score() returned list"),
-        (None, "its score() returned NoneType"),
-        (torch.zeros(2) + 1j, "its score() returned Tensor"),
+        (torch.zeros(()), "its score() must return real numbers, a tensor [2]; it returned torch.float32 []"),
+        (torch.zeros(2, 3), "it returned torch.float32 [2, 3]"),
+        ([0.5], "it returned torch.float32 [1]"),
+        ([[1.0], [1.0, 2.0]], "it returned list"),
+        (None, "it returned NoneType"),
+        (torch.zeros(2) + 1j, "it returned torch.complex64 [2]"),
     ],
 )
 def test_error_about_returned_scores_names_what_is_expected(value: Any, message: str) -> None:
@@ -178,9 +178,9 @@ class Describes(Returns):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.zeros(2, 3), r"its parts\(\) must return .* \[2, 2\]; it returned \[2, 3\]"),
+        (torch.zeros(2, 3), r"its parts\(\) must return .* \[2, 2\]; it returned torch.float32 \[2, 3\]"),
         ([[1.0, 2.0], [1.0]], "it returned list"),
-        (torch.zeros(2, 2) + 1j, "it returned Tensor"),
+        (torch.zeros(2, 2) + 1j, "it returned torch.complex64"),
         (lambda: {}["box"], "reward mine raises KeyError in .*test_reward_base.py, line .*'box'"),
     ],
 )
@@ -248,7 +248,7 @@ def test_metadata_of_a_reward_called_alone_are_a_list_or_nothing() -> None:
     reward = Counting()
     assert reward(grey(0.0, 0.5), PROMPTS[:2]).tolist() == [-1, -1]
     assert reward(grey(0.0, 0.5), PROMPTS[:2], [{"count": 2}, {}]).tolist() == [2, -1]
-    with pytest.raises(ValueError, match="metadata of the reward counting are invalid: .* got 1 for 2 prompts"):
+    with pytest.raises(ValueError, match="got 2 images, 2 prompts and 1 metadata"):
         reward(grey(0.0, 0.5), PROMPTS[:2], [{"count": 2}])
 
 
