@@ -40,7 +40,7 @@ def read_prompts(source: str | Path, column: str = "prompt", with_images: bool =
     Raises:
         UserError: the source cannot be read, or has no prompt.
     """
-    prompts, notes = _unique_prompts(source, column, with_images)
+    prompts, notes = _unique_prompts(str(source), column, with_images, Path.cwd())
     for note in notes:
         logger.info("%s", note)
     return list(prompts)
@@ -62,7 +62,8 @@ def read_prompt_sets(
         UserError: a source or an image cannot be read, or every training prompt is held out.
     """
     (prompts, notes), (eval_prompts, eval_notes) = (
-        ((), ()) if source is None else _unique_prompts(source, column, with_images) for source in (train, held_out)
+        ((), ()) if source is None else _unique_prompts(str(source), column, with_images, Path.cwd())
+        for source in (train, held_out)
     )
     excluded = {_normalised(prompt) for prompt in eval_prompts}
     disjoint = [prompt for prompt in prompts if _normalised(prompt) not in excluded]
@@ -76,15 +77,9 @@ def read_prompt_sets(
     return PromptSets(disjoint, list(eval_prompts), [*notes, *eval_notes, *overlap])
 
 
-def _unique_prompts(source: str | Path, column: str, with_images: bool) -> tuple[Sequence[Prompt], Sequence[str]]:
-    """Return the unique rows of a source, and notes about the dropped rows. A process reads a source once."""
-    return _read(str(source), column, with_images, Path.cwd())
-
-
 @cache
-def _read(  # cwd: a part of the key
-    source: str, column: str, with_images: bool, cwd: Path
-) -> tuple[Sequence[Prompt], Sequence[str]]:
+def _unique_prompts(source: str, column: str, with_images: bool, cwd: Path) -> tuple[Sequence[Prompt], Sequence[str]]:
+    """Return the unique rows of a source, relative to ``cwd``, and notes about the dropped rows; reads it once."""
     # Blanks, control characters, and others without width (U+200B) are no text.
     read = read_records(source, column)
     rows = [row for row in read if any(unicodedata.category(character) not in _BLANK for character in row.text)]

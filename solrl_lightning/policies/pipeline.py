@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline
@@ -92,7 +92,7 @@ class PipelineAdapter(ABC):
         embeddings: str | None = None,
         gradient_checkpointing: bool | str = False,
         variant: str | None = None,
-        weights: str = "pretrained",
+        weights: Literal["pretrained", "random"] = "pretrained",
         preview_decoder: str | None = None,
         guidance_scale: float = 1.0,
         fused_lora: str | None = None,
@@ -113,8 +113,6 @@ class PipelineAdapter(ABC):
         self.random, self._scheduler = weights == "random", scheduler
         if self.random:
             self.pipeline = self._random_pipeline(home)
-        elif weights != "pretrained":
-            raise UserError(f"model.weights must be pretrained or random; got {weights}")
         elif embeddings is None:
             self.pipeline = self._load({})
         else:

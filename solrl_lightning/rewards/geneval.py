@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import batched_nms
+from transformers import Owlv2ForObjectDetection, Owlv2Processor
 
 from solrl_lightning.options.rules import Share
 from solrl_lightning.rewards.base import Metadata, unique_prompts
 from solrl_lightning.rewards.geneval_metadata import COLOURS, MAX_OBJECTS, check_metadata
-from solrl_lightning.rewards.loading import load_detector
+from solrl_lightning.rewards.loading import load_pretrained, read_parts
 from solrl_lightning.rewards.preprocessing import eight_bits
 from solrl_lightning.rewards.towers import TransformersCLIP
 
@@ -69,7 +70,9 @@ class GenEval(TransformersCLIP):
         super().__init__(pretrained, processor, device, dtype)
         self.thresholds = {"counting": counting_threshold}
         self.threshold, self._rate = threshold, correct if strict else mean_of_terms
-        model, self._detector_processor = load_detector(self.name, detector)
+        key, kind = "reward.geneval.detector", "detector"
+        (self._detector_processor,) = read_parts(key, detector, "config.json", kind, Owlv2Processor)
+        model = load_pretrained(Owlv2ForObjectDetection, key, detector, kind)
         self.detector: Any = model.eval().requires_grad_(False).to(self.device, self.dtype)
         self._classifiers: dict[str, Tensor] = {}
 

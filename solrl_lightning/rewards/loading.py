@@ -41,7 +41,7 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
     # Local import, as of open_clip below: models of one library do not need the other.
     from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
-    model = _load_pretrained(CLIPModel, f"reward.{reward}.pretrained", pretrained, "CLIP model")
+    model = load_pretrained(CLIPModel, f"reward.{reward}.pretrained", pretrained, "CLIP model")
     key = f"reward.{reward}.processor"
     parts = (CLIPTokenizer, CLIPImageProcessor)
     tokenizer, images = read_parts(key, processor, "tokenizer_config.json", "CLIP model", *parts)
@@ -56,15 +56,6 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
             "processor of the model's training."
         )
     return model, tokenizer, preprocess
-
-
-def load_detector(reward: str, detector: str) -> tuple[Any, Any]:
-    """Load the Owlv2ForObjectDetection of a hub id or folder in float32, and its processor."""
-    from transformers import Owlv2ForObjectDetection, Owlv2Processor
-
-    key = f"reward.{reward}.detector"
-    (processor,) = read_parts(key, detector, "config.json", "detector", Owlv2Processor)
-    return _load_pretrained(Owlv2ForObjectDetection, key, detector, "detector"), processor
 
 
 def read_parts(
@@ -108,7 +99,7 @@ def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, d
     return model
 
 
-def _load_pretrained(cls: Any, key: str, name: str, kind: str) -> Any:
+def load_pretrained(cls: Any, key: str, name: str, kind: str) -> Any:
     """Load the model of transformers' class ``cls`` in float32, of a hub id or folder. Raises ``UserError``."""
     from transformers import PretrainedConfig, PreTrainedModel
 

@@ -12,7 +12,7 @@ from forks import Forks
 from small_runs import Command, checkpoint, the_line
 from torch import Tensor
 
-from solrl_lightning.data.prompts import _read
+from solrl_lightning.data.prompts import _unique_prompts
 from solrl_lightning.objectives.base import Loss
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.rollout.records import TrainingBatch
@@ -174,7 +174,7 @@ def test_edited_training_prompts_are_an_error_in_the_run_s_folder_only(command: 
     assert command(*SMALL, f"data.train={prompts}", "iterations=1", "hydra.run.dir=run").status == 0
     before = (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes()
     prompts.write_text("\n".join([*train_captions()[:2], train_captions()[3]]))
-    _read.cache_clear()  # as in a new process
+    _unique_prompts.cache_clear()  # as in a new process
     done = command("ckpt=last", "iterations=2", "hydra.run.dir=run")
     assert done.status == 2
     line = the_line(done.err)
