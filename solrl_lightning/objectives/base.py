@@ -105,12 +105,7 @@ class KLObjective(Objective):
 
     @property
     def needs(self) -> Mapping[str, int]:
-        return {OLD: 1, **self.reference_needs}
-
-    @property
-    def reference_needs(self) -> Mapping[str, int]:
-        """The reference, in every ``reference_every``-th micro-batch, if the KL term has a weight."""
-        return {REFERENCE: self.reference_every} if self.kl_weight else {}
+        return {OLD: 1} | ({REFERENCE: self.reference_every} if self.kl_weight else {})
 
     def loss_of_velocity(
         self,

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from solrl_lightning.names import OLD
 from solrl_lightning.objectives.base import KLObjective, Loss
 from solrl_lightning.options.rules import Positive
 from solrl_lightning.rollout.records import TrainingBatch
@@ -39,7 +40,7 @@ class GRPO(KLObjective):
 
     @property
     def needs(self) -> Mapping[str, int]:
-        return self.reference_needs
+        return {name: every for name, every in super().needs.items() if name != OLD}
 
     @property
     def solver(self) -> StochasticSolver:  # type: ignore[override]
