@@ -40,13 +40,8 @@ from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.metrics.selection_gain import GAIN_EXPONENT
 from solrl_lightning.study.report import best_text, parts_learned, render, run_page, selection_text, shown_stages
 
-_OUTPUTS = ("lora", "transformer", "tensorboard", "csv", "wandb", "mlflow", "samples")
-_PATHS: dict[str, str | Path] = {
-    "last_checkpoint": LAST,
-    "best_checkpoint": BEST,
-    **{name: name for name in _OUTPUTS},
-    "config": RECORD,
-}
+_OUTPUTS = {name: Path(name) for name in ("lora", "transformer", "tensorboard", "csv", "wandb", "mlflow", "samples")}
+_PATHS = {"last_checkpoint": LAST, "best_checkpoint": BEST, **_OUTPUTS, "config": RECORD}
 _STATE = "run_summary"  # key in the checkpoint
 _COLUMNS = ("family", "lora_rank", "lr", "objective", "precision", "reward", "seed")  # of HParams, which shows five
 _POLICY_METRICS = ("train/", "policy/", "reward/group_std", "reward/zero_std_fraction")  # of summary.json

@@ -164,17 +164,16 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
         raise UserError(f"ckpt={file} is invalid: it is not made of tensors and numbers ({reason}). {hint}") from error
     parts = checkpoint if isinstance(checkpoint, dict) else {}
     wrong = [name for name, kind in _PARTS.items() if not isinstance(parts.get(name), kind)]
+    loop = {} if wrong else parts["loops"].get("fit_loop", {})
+    if not isinstance(loop, dict) or not isinstance(loop.get("state_dict", {}), dict):
+        wrong = ["the state of the loop"]
+    elif not wrong and (type(done := iterations_done(parts)) is not int or done < 0):
+        wrong = ["the number of iterations"]
     if wrong:
         raise UserError(
             f"ckpt={file} is invalid: the checkpoint of a training run has {', '.join(_PARTS)}; in this one "
-            f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or of another type. {hint}"
+            f"{' and '.join(wrong)} cannot be used. {hint}"
         )
-    loop = parts["loops"].get("fit_loop", {})
-    if not isinstance(loop, dict) or not isinstance(loop.get("state_dict", {}), dict):
-        raise UserError(f"ckpt={file} is invalid: the state of its training loop is of another type. {hint}")
-    done = iterations_done(parts)
-    if type(done) is not int or done < 0:
-        raise UserError(f"ckpt={file} is invalid: it must count its iterations from 0; its count is {done!r}. {hint}")
     return parts
 
 

@@ -19,9 +19,7 @@ class Optimizer(TypedDict, total=False):
 
     __pydantic_config__ = NODE  # type: ignore[misc]
     _target_: Required[str]
-    """A class of torch.optim."""
     _partial_: bool
-    """The parameters follow later."""
     lr: Positive
     """Learning rate, multiplied by the factor of the scheduler."""
     betas: Annotated[
@@ -29,6 +27,5 @@ class Optimizer(TypedDict, total=False):
     ]
     """Decay of the two moments per step."""
     weight_decay: NotNegative
-    """Decoupled weight decay."""
     eps: Annotated[float, number(_EPS, lambda value: value >= 1e-30)]
     """Added to the square root of the second moment."""
