@@ -96,17 +96,14 @@ def test_answering_hub_is_used_with_a_note_on_requirements(
     ("arguments", "is_checked"),
     [
         ("", False),
-        ("model.preview_decoder=tiny", False),
         ("model=flux1 model.weights=random data=shapes", False),
         ("model=flux1 model.weights=random data=shapes model.preview_decoder=madebyollin/taef1", True),
         ("data=pickapic", True),
-        ("data.eval=hf://owner/name/test", True),
         ("task=evaluate data.train=hf://owner/name/train", False),  # evaluate does not read data.train
         ("reward=hpsv2", True),
         ("reward=hpsv2 reward.pretrained=. task=audit", False),
         ("task=generate task.prompts=[a] reward=hpsv2", False),
         ("task=serve reward=hpsv2", True),
-        ("task=serve model=flux1", False),
         ("+reward.mine={_target_:a.B,weight:1.0,tokenizer:words}", False),
     ],
 )

@@ -36,12 +36,9 @@ class Declared(Objective):
     ("declared", "message"),
     [
         ({"needs": {"olld": 1}}, "every n-th micro-batch reads that velocity; got {'olld': 1}. See docs/ext"),
-        ({"needs": {"old": 0}}, "needs must map names among old, reference to n, where every n-th"),
         ({"transitions": range(5)}, "transitions must be consecutive steps of range(0, 4); got range(0, 5)"),
-        ({"transitions": range(0, 4, 2)}, "transitions must be consecutive steps of range(0, 4); got range(0, 4, 2)"),
         ({"steps": torch.tensor([[4]])}, "train_steps must return int64 [M, S] of numbers from 0 to 3; got torch.int"),
         ({"steps": torch.tensor([0])}, "train_steps must return int64 [M, S] of numbers from 0 to 3"),
-        ({"steps": torch.tensor([[0.0]])}, "train_steps must return int64 [M, S] of numbers from 0 to 3"),
         ({"steps": torch.tensor([[2]]), "transitions": range(1, 3)}, "of numbers from 0 to 1; got torch.int64 [[2]]"),
     ],
 )
@@ -56,7 +53,6 @@ def test_invalid_declaration_is_an_error(declared: dict[str, Any], message: str)
     [
         (VALUES, "per_sample [3] with gradients for a micro-batch of 3 rows; got Tensor [3] with gradients"),
         (Loss(VALUES.detach(), {}), "got Tensor [3] without gradients"),
-        (Loss(VALUES[:2], {}), "got Tensor [2] with gradients"),
         (Loss([1.0] * 3, {}), "got list"),
     ],
 )

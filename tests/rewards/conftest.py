@@ -38,6 +38,7 @@ from solrl_lightning.rewards.hpsv3 import REPOSITORY, SOURCE, WEIGHTS
 RECORDED = Path(__file__).parent / "oracle" / "recorded"
 START, END = "<|startoftext|>", "<|endoftext|>"
 SIZES = [(224, 224), (400, 400), (300, 450), (401, 263), (100, 60)]  # height, width; the last is scaled up
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDTH = 32  # of Qwen2-VL
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = (
@@ -75,11 +76,10 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer = CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77)
     CLIPProcessor(CLIPImageProcessor(), tokenizer).save_pretrained(folder)
 
-    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     ends = {"bos_token_id": vocabulary[START], "eos_token_id": vocabulary[END], "pad_token_id": vocabulary[END]}
-    text = tower | ends | {"vocab_size": len(vocabulary), "max_position_embeddings": 77}
+    text = TOWER | ends | {"vocab_size": len(vocabulary), "max_position_embeddings": 77}
     model = CLIPModel(
-        CLIPConfig(text_config=text, vision_config=tower | {"image_size": 224, "patch_size": 32}, projection_dim=24)
+        CLIPConfig(text_config=text, vision_config=TOWER | {"image_size": 224, "patch_size": 32}, projection_dim=24)
     )
     spread_out(model, seed=1)
     model.save_pretrained(folder)
@@ -150,11 +150,10 @@ def detector(clip_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("owlv2")
     tokenizer = CLIPTokenizer.from_pretrained(clip_folder, model_max_length=16)
     Owlv2Processor(Owlv2ImageProcessor(size={"height": 64, "width": 64}), tokenizer).save_pretrained(folder)
-    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     ends = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    text = tower | ends | {"vocab_size": len(tokenizer), "max_position_embeddings": 16}
+    text = TOWER | ends | {"vocab_size": len(tokenizer), "max_position_embeddings": 16}
     model = Owlv2ForObjectDetection(
-        Owlv2Config(text_config=text, vision_config=tower | {"image_size": 64, "patch_size": 16}, projection_dim=32)
+        Owlv2Config(text_config=text, vision_config=TOWER | {"image_size": 64, "patch_size": 16}, projection_dim=32)
     )
     spread_out(model, seed=4)
     model.save_pretrained(folder)

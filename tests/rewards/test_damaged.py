@@ -146,6 +146,7 @@ LAYOUTS = [
     Layout("clip_folder", clip_of_transformers_4, ["processor_config.json"]),
     Layout("hps_file"),
     Layout("aesthetic"),
+    Layout("aesthetic", lambda folder: next(folder.iterdir()).rename(folder / "aesthetic-model.pth")),
     Layout("release"),
     Layout("bert"),
     Layout("bert", bert_of_transformers_5, ["tokenizer_config.json"]),

@@ -11,7 +11,6 @@ from pretrain import render
 from torch import Tensor
 
 from solrl_lightning.build import build_model, load_weights
-from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.shapes import ShapesReward, ShapesStrict
 from solrl_lightning.run_prompts import prompt_sets
@@ -133,11 +132,6 @@ def test_score_does_not_depend_on_the_batch_and_is_computed_in_float32() -> None
     low = images[:8].bfloat16()
     scores = REWARD(low, PROMPTS[:8])
     assert scores.dtype == torch.float32 and torch.equal(scores, REWARD(low.float(), PROMPTS[:8]))
-
-
-def test_prompt_outside_the_grammar_is_an_error() -> None:
-    with pytest.raises(UserError, match="a photo of a cat"):
-        REWARD(pictures(SCENES[:2]), [PROMPTS[0], "a photo of a cat"])
 
 
 def superellipses(colour: str, radius: float) -> Tensor:

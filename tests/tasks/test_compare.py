@@ -392,10 +392,6 @@ def test_a_run_that_stopped_early_replaces_no_completed_one(compose: Compose, tm
 def test_glob_without_finished_runs_is_an_error(compose: Compose, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it matches 0 files or folders, none of which is a run's[.] Use"):
         compared(compose, tmp_path / "runs")
-    for name in ("empty", "other"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-    with pytest.raises(UserError, match="it matches 2 files or folders, none of which is a run's[.] Use"):
-        compared(compose, tmp_path / "runs")
     write_run(tmp_path / "runs" / "failed", 0.6, status="failed")
     with pytest.raises(UserError, match="it matches .*failed: failed[.] Use"):
         compared(compose, tmp_path / "runs")
