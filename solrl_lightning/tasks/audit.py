@@ -355,7 +355,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
     truth, precisions = result["truth"], [*dict.fromkeys(row["precision"] for row in result["proxies"])]
     axes.scatter(1.0, 1.0, marker="*", color="black", label=f"truth: bf16 {truth['steps']} steps")
     for row in result["proxies"]:
-        marker = Line2D.filled_markers[precisions.index(row["precision"])]
+        marker = Line2D.filled_markers[1 + precisions.index(row["precision"])]  # the first one is a dot
         axes.scatter(row["seconds"] / truth["seconds"], row["spearman"], marker=marker, label=row["name"])
     axes.set_xlabel("seconds a candidate, as a share of the truth's")
     axes.set_ylabel("Spearman correlation with the truth")
