@@ -9,8 +9,7 @@ alone. On the device ``meta`` everything has shapes only.
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import diffusers
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_utils import local_torch_dtype
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX, config_folder
@@ -80,20 +80,10 @@ def build_component(component: Component, device: torch.device | str, dtype: tor
     On the device ``meta`` it has shapes and no storage.
     """
     cls = getattr(_LIBRARIES[component.library], component.cls)
-    with torch.device(device), _default_dtype(dtype):
+    with torch.device(device), local_torch_dtype(dtype):
         if component.library == "transformers":
             return cls(cls.config_class(**component.config))
         return cls.from_config(dict(component.config))
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 # Random weights

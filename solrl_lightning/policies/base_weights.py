@@ -41,6 +41,8 @@ def store_weights(transformer: nn.Module, storage: str, device: torch.device) ->
     check_storage(storage)
     if storage == "bfloat16":
         return
+    from torchao import quantization  # takes a second to import
+
     widened = device.type == "cpu" and not has_fast_bf16_products()
     for name, layer in block_linears(transformer).items():
         if storage == "nf4" and layer.weight.numel() % _NF4_MULTIPLE:
@@ -49,19 +51,14 @@ def store_weights(transformer: nn.Module, storage: str, device: torch.device) ->
                 f"weights; {name} has {layer.weight.numel()}. Set base_weights=int8."
             )
         product_dtype = torch.float32 if widened else layer.weight.dtype
-        layer.weight = nn.Parameter(_store(layer.weight.detach().to(device), storage), requires_grad=False)
+        weight = layer.weight.detach().to(device)
+        if storage == "nf4":
+            stored = quantization.NF4Tensor.from_tensor(weight, 64, 256)
+        else:
+            stored = quantization.Int8Tensor.from_hp(weight, quantization.PerRow())
+        layer.weight = nn.Parameter(stored, requires_grad=False)
         layer.__class__ = StoredLinear
         layer.product_dtype = product_dtype  # type: ignore[assignment]  # mypy takes it for a submodule
-
-
-def _store(weight: Tensor, storage: str) -> Tensor:
-    from torchao import quantization  # takes a second to import
-
-    if storage == "nf4":
-        nf4: Tensor = quantization.NF4Tensor.from_tensor(weight, 64, 256)
-        return nf4
-    int8: Tensor = quantization.Int8Tensor.from_hp(weight, quantization.PerRow())
-    return int8
 
 
 def dense(weight: Tensor) -> Tensor:
