@@ -61,14 +61,10 @@ def random_preview_decoder(
 
 
 def _check(config: dict[str, Any], pretrained: str, channels: int, compression: int) -> None:
-    if config.get("_class_name") != "AutoencoderTiny":
+    shape = (config.get("latent_channels"), 2 ** (len(config.get("decoder_block_out_channels", "-")) - 1))
+    if config.get("_class_name") != "AutoencoderTiny" or shape != (channels, compression):
         raise UserError(
-            f"model.preview_decoder must be an AutoencoderTiny; {pretrained} is a "
-            f"{config.get('_class_name', 'model of no class')}. docs/models names those that fit."
-        )
-    shape = (config["latent_channels"], 2 ** (len(config["decoder_block_out_channels"]) - 1))
-    if shape != (channels, compression):
-        raise UserError(
-            f"model.preview_decoder must decode this model's latents, {channels} channels at 1/{compression} of the "
-            f"side; {pretrained} decodes {shape[0]} channels at 1/{shape[1]}. docs/models names those that fit."
+            f"model.preview_decoder must be an AutoencoderTiny of this model's latents, {channels} channels at "
+            f"1/{compression} of the side; {pretrained} is a {config.get('_class_name')} of {shape[0]} channels at "
+            f"1/{shape[1]}. docs/models names those that fit."
         )

@@ -86,17 +86,13 @@ class Reward(ABC):
         except _NAMED:
             raise
         except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            source = inspect.unwrap(type(self).score).__code__.co_filename  # there is one in a notebook, too
+            left = ([frame for frame in frames if frame.filename == source] or frames)[-1]
             raise RewardError(
-                f"the reward {self.name} raises {type(error).__name__} in {self._line_of(error)}: {sentence(error)}"
+                f"the reward {self.name} raises {type(error).__name__} in {left.filename}, line {left.lineno}: "
+                f"{sentence(error)}"
             ) from error
-
-    def _line_of(self, error: Exception) -> str:
-        """Return file and line where an exception left the code of the reward."""
-        frames = traceback.extract_tb(error.__traceback__)
-        source = inspect.unwrap(type(self).score).__code__.co_filename  # there is one in a notebook, too
-        inside = [frame for frame in frames if frame.filename == source]
-        frame = (inside or frames)[-1]
-        return f"{frame.filename}, line {frame.lineno}"
 
     def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
         """Score a grey image [3, H, W] of the model's size twice in a batch, before the model is loaded.
