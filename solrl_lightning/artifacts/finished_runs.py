@@ -13,8 +13,6 @@ from solrl_lightning.errors import UserError
 RECORDED_CONFIG = RECORD / "config.yaml"
 _RUN_MARKS = (".hydra", "checkpoints", "summary.json")  # any of these marks the folder of a run, not of a sweep
 DAMAGED = "its summary.json is damaged"
-_TYPES = {"status": str, "evaluations": list, "config": dict}
-_RESULTS = {"reward": str, "final_reward": int | float, "seconds_per_stage": dict}
 FINISHED = ("completed", "stopped early")  # the status in summary.json of a run that ended as intended
 
 
@@ -77,21 +75,18 @@ def read_summary(folder: Path) -> dict[str, Any]:
         summary = json.loads((folder / "summary.json").read_text())
     except (ValueError, RecursionError):  # endless brackets are a RecursionError
         summary = None
-    whole = isinstance(summary, dict) and "final_reward" in summary and _has(summary, _TYPES)
-    whole = whole and all(isinstance(row, dict) for row in summary["evaluations"])
-    return summary if whole else {"status": DAMAGED}
+    match summary:
+        case {"status": str(), "final_reward": _, "config": dict(), "evaluations": list(rows)}:
+            return summary if all(isinstance(row, dict) for row in rows) else {"status": DAMAGED}
+    return {"status": DAMAGED}
 
 
 def _has_results(summary: dict[str, Any]) -> bool:
     """Return whether the values that comparisons read have their types, and an evaluation has the reward."""
-    rows = summary["evaluations"]
-    return (
-        _has(summary, _RESULTS)
-        and summary["config"].keys() >= {"seed", "family"}
-        and all(isinstance(row.get("iteration"), int) for row in rows)
-        and any(isinstance(row.get(summary["reward"]), int | float) for row in rows)
-    )
-
-
-def _has(summary: dict[str, Any], types: dict[str, Any]) -> bool:
-    return all(isinstance(summary.get(key), kind) for key, kind in types.items())
+    match summary:
+        case {"reward": str(name), "final_reward": int() | float(), "config": {"seed": _, "family": _}}:
+            rows = summary["evaluations"]
+            scored = any(isinstance(row.get(name), int | float) for row in rows)
+            timed = isinstance(summary.get("seconds_per_stage"), dict)
+            return scored and timed and all(isinstance(row.get("iteration"), int) for row in rows)
+    return False
