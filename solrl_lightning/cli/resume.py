@@ -227,7 +227,7 @@ def _newest_checkpoint(name: Path) -> tuple[Path, bool]:
     """Return the checkpoint ``name`` of the newest run, and whether it belongs to this working directory.
 
     That is of the runs that were started in this working directory or lie in its outputs/; if there are none, of all
-    that were started on this machine.
+    that were started on this machine. A copy of a run that is still there, as a backup, counts only by its name.
     """
     runs = started_runs()
     places = (place for depth in range(5) for place in OUTPUTS.glob("*/" * depth + LAST.parent.name))
@@ -236,7 +236,8 @@ def _newest_checkpoint(name: Path) -> tuple[Path, bool]:
     for folders, is_here in ((here, True), ([folder for folder, _ in runs], False)):
         times = {f: max(map(os.path.getmtime, files)) for f in folders if (files := _checkpoints(f))}
         if times:
-            newest = max(times, key=lambda folder: times[folder])
+            newest_first = sorted(times, key=lambda folder: times[folder], reverse=True)
+            newest = next((folder for folder in newest_first if not _is_copy(folder)), newest_first[0])
             if (newest / name).is_file():
                 return newest / name, is_here
             raise UserError(f"ckpt={name.stem} is invalid: the newest run, {newest}, has no {name}. Use ckpt=<file>.")
@@ -244,6 +245,15 @@ def _newest_checkpoint(name: Path) -> tuple[Path, bool]:
         f"ckpt={name.stem} is invalid: no run with {name} is in the record of those started on this machine, "
         f"and none is under {OUTPUTS.resolve()}. Name a file with ckpt=<file>."
     )
+
+
+def _is_copy(folder: Path) -> bool:
+    """Return whether the run in ``folder`` has recorded another folder as its own, which has its checkpoint still."""
+    file = folder / RECORD / "hydra.yaml"
+    if not file.is_file():
+        return False
+    recorded = OmegaConf.select(read_record(file, DictConfig, "hydra"), "hydra.runtime.output_dir", default=str(folder))
+    return os.path.realpath(recorded) != os.path.realpath(folder) and (Path(recorded) / LAST).is_file()
 
 
 def _checkpoints(folder: Path) -> list[Path]:

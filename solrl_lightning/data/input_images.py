@@ -28,7 +28,8 @@ def with_image(prompt: Prompt, source: str) -> Prompt:
     if not isinstance(name, str) or not name:
         raise UserError(
             f'{row}: this model edits an image, so a prompt is a row {{"prompt": ..., "image": <file>}} of a .jsonl '
-            f"file; this one has {'no image' if name is None else repr(name)}. Add it, or choose a model without input."
+            f"file; this one has {'no name of a file' if name is None else repr(name)}. Add it, and write pictures "
+            "that a table holds as files (docs/models/qwen_image_edit.md), or choose a model without input."
         )
     folder = Path(source).parent
     files = [folder / name, folder / "images" / name]

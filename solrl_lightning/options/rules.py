@@ -117,6 +117,7 @@ Node = Annotated[
     must_be(
         "a group of keys with a _target_, a class or function that Python finds",
         lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
+        fix=f"Leave it out with ~{HERE}, also where an experiment sets keys of it, or add +{HERE}._target_=<class>.",
     ),
 ]
 """The arguments of a class or function; ``targets`` checks them where they are used."""

@@ -19,10 +19,10 @@ def normal(answer: str) -> str:
 
 
 def unanswered(key: str, model: str, prompt: str, answers: Iterable[str]) -> str:
-    """Return the error about a judge, the reward at ``key``, whose answer about a grey image is none of ``answers``."""
+    """Return the error about a judge, the reward at ``key``, whose answer to a trial is none of ``answers``."""
     return (
-        f"{key}.answers is invalid: the model {model}, asked about a grey image and the prompt {prompt!r}, gives none "
-        f"of {', '.join(answers)}. Set {key}.question and {key}.answers to what it answers"
+        f"{key}.answers is invalid: the model {model}, asked about an image without content and the prompt "
+        f"{prompt!r}, gives none of {', '.join(answers)}. Set {key}.question and {key}.answers to what it answers"
     )
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from PIL import Image
 from torch import Tensor
 from urllib3 import BaseHTTPResponse, PoolManager, Retry
@@ -143,6 +144,11 @@ def _is_no_retry(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("urllib3.connectionpool").addFilter(_is_no_retry)  # its "Retrying" for each attempt of each thread
+
+
+def noise(height: int, width: int) -> Tensor:
+    """Return an image, uint8 [height, width, 3]: none of this size has a longer PNG file."""
+    return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 def to_png(levels: Tensor) -> bytes:

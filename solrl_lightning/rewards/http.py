@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.pool import ThreadPool
 
 import torch
@@ -12,7 +12,7 @@ from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
 from solrl_lightning.rewards.addresses import check_url
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
-from solrl_lightning.rewards.client import Client, shown, to_png
+from solrl_lightning.rewards.client import Client, noise, shown, to_png
 
 
 class HTTPReward(Reward):
@@ -50,10 +50,9 @@ class HTTPReward(Reward):
     def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
         """Ask once for the scores of ``batch`` images of noise: no image of the run has a longer PNG file."""
         _, height, width = image.shape
-        size, generator = (self.batch, height, width, 3), torch.Generator().manual_seed(0)
-        noise = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+        images = [noise(height, width)] * self.batch
         try:
-            self._ask(noise, [prompt] * self.batch, [metadata] * self.batch, retries=False)
+            self._ask(images, [prompt] * self.batch, [metadata] * self.batch, retries=False)
         except ServerError as error:
             raise UserError(
                 f"reward.http.url={self.url} is invalid: {sentence(error)} Start or correct the server, or set "
@@ -77,9 +76,9 @@ class HTTPReward(Reward):
         return scores
 
     def _ask(
-        self, levels: Tensor, prompts: list[str], metadata: Sequence[Metadata], retries: bool | None = None
+        self, levels: Iterable[Tensor], prompts: list[str], metadata: Sequence[Metadata], retries: bool | None = None
     ) -> list[float]:
-        """Return scores of uint8 images [B, H, W, 3] by one request; ``retries=False`` sends it once."""
+        """Return scores of uint8 images, each [H, W, 3], by one request; ``retries=False`` sends it once."""
         images = [base64.b64encode(to_png(image)).decode() for image in levels]
         body = {"images": images, "prompts": prompts, "metadata": [dict(row) for row in metadata]}
         others = f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""

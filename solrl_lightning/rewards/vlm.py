@@ -28,12 +28,12 @@ from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Posit
 from solrl_lightning.rewards.addresses import check_url
 from solrl_lightning.rewards.answers import LEAST, Answers, normal, unanswered
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
-from solrl_lightning.rewards.client import Client, shown, to_png
+from solrl_lightning.rewards.client import Client, noise, shown, to_png
 
 _ALTERNATIVES = 20  # likeliest first words in an answer; the most that the API gives
 _THOUGHTS = re.compile(r"[<\[]think.*?(/think\w*[>\]]|$)", re.DOTALL | re.IGNORECASE)  # or cut off at _LONGEST
 _WITHHELD = b'"content_filter"'  # reason of the end, or code of status 400, of Azure
-_LONGEST = 64  # tokens of an answer that is read as text
+_LONGEST = 2048  # tokens of an answer that is read as text, most of them thoughts
 
 
 class VLMReward(Reward):
@@ -87,19 +87,22 @@ class VLMReward(Reward):
         return self._costs
 
     def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
-        """Ask once about a grey image, or two, before a model is loaded."""
-        grey = to_png((image * 255).round().byte().permute(1, 2, 0).cpu())
+        """Ask once about an image of noise, or two, before a model is loaded: no image of the run has a longer file."""
+        _, height, width = image.shape
+        png = to_png(noise(height, width))
         key = f"reward.{self.name}"
         try:
-            answer = self._ask(_Question([grey] * (1 + (INPUT_IMAGE in metadata)), prompt), retries=False)
+            answer = self._ask(_Question([png] * (1 + (INPUT_IMAGE in metadata)), prompt), retries=False)
         except ServerError as error:
             raise UserError(
                 f"{key}.url={self.url} is invalid: {sentence(error)} Start or correct the server, or set "
-                f"{key}.url=<its address> and {key}.model=<the name of its model>."
+                f"{key}.url=<its address> and {key}.model=<the name of its model>; if an image of {width} x {height} "
+                "is too large for it, raise its limit."
             ) from error
         if math.isnan(answer.score):
             other = f"{key}.logprobs={str(not self.logprobs).lower()}"
-            raise UserError(f"{unanswered(key, self.model, prompt, self.answers)}, or {other}.")
+            thinks = f". One that thinks must end within {_LONGEST} tokens" * (not self.logprobs)
+            raise UserError(f"{unanswered(key, self.model, prompt, self.answers)}, or {other}{thinks}.")
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         """Return the expected values, float32 [B], of the answers about the images rounded to 8 bits.
@@ -185,6 +188,6 @@ def _by_probability(choice: Mapping[str, Any], answers: Mapping[str, float]) -> 
 
 def _by_text(choice: Mapping[str, Any], answers: Mapping[str, float]) -> float:
     """Return the value of the first answer in the text after its thoughts; NaN without one."""
-    text = _THOUGHTS.sub("", choice["message"]["content"])
+    text = _THOUGHTS.sub("", choice["message"]["content"] or "")  # null: it was cut in its thoughts
     words = map(normal, re.findall(r"[\w.+-]*\w", text))
     return next((answers[word] for word in words if word in answers), math.nan)

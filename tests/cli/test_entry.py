@@ -496,6 +496,8 @@ def test_newest_run_is_found_wherever_it_lies(
         assert ("(no run was started in this folder; it is the newest on this machine)" in out) == (folder != tmp_path)
     assert command(RECORD, "seed=4").status == 0
     started_here = only(tmp_path, "elsewhere/outputs/train/*")
+    shutil.copytree(started_here, f"{started_here}_backup", copy_function=shutil.copy)  # with new times, as by cp -r
+    assert f"from {started_here.relative_to(tmp_path / 'elsewhere')}/" in command(RECORD, "ckpt=last", "task=audit").out
     (tmp_path / "runs" / "b" / "checkpoints" / "last.ckpt").touch()
     assert str(started_here.name) in command(RECORD, "ckpt=last", "iterations=9").out
     assert "the newest run, outputs" in error_of(command, RECORD, "ckpt=best", "iterations=9", "hydra.run.dir=new")

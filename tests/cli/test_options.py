@@ -70,7 +70,7 @@ explorers=ray trainer=fsdp family=prefix ~callbacks.sample_grid | trainer=fsdp e
 explorers=ray explorers.precision=fp9 | precision=fp9 is invalid: it must be one of auto, nvfp4, fp8, int8, bf16
 ~callbacks                       | ~callbacks is invalid: training needs the callbacks requant
 ~callbacks.requantize            | ~callbacks.requantize is invalid: training needs
-+callbacks.mine={every:5}        | callbacks.mine={every:5} is invalid: it must be a group of keys with a _target_
++callbacks.mine={every:5}        | finds. Leave it out with ~callbacks.mine, also where an experiment sets keys of it, or add
 +objective.more=1                | objective.more=1 is invalid: nothing reads that key. NFT takes beta, advantage_clip
 callbacks.best.monitor=nothing   | it must be one of the run's rewards, shapes, or null
 data.column=5                    | it must be a text; a number needs quotes

@@ -47,7 +47,7 @@ def test_instruction_for_two_images_is_two_prompts(folder: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({}, r"row \{\"prompt\": ..., \"image\": <file>\} of a .jsonl file; this one has no image\. Add it"),
+        ({}, r"row \{\"prompt\": ..., \"image\": <file>\} of a .jsonl file; this one has no name of a file\. Add it"),
         ({"image": 7}, "this one has 7"),
         ({"image": "other.png"}, "neither .*/other.png nor .*/images/other.png. Correct the row, or put the file"),
         ({"image": "images"}, "its image must be a file"),

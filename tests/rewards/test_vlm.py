@@ -119,7 +119,7 @@ def test_answer_is_read_as_text_where_there_are_no_probabilities(server: type[Se
     server.requests.clear()
     server.choices = [{"message": {"content": text}} for text in texts]
     reward(server, logprobs=False)(IMAGES[:1], PROMPTS[:1])
-    assert "logprobs" not in server.requests[0] and server.requests[0]["max_tokens"] == 64
+    assert "logprobs" not in server.requests[0] and server.requests[0]["max_tokens"] == 2048
     with pytest.raises(ServerError, match=r"the first word; got .* set reward.vlm.logprobs=false\.$"):
         reward(server)(IMAGES, PROMPTS)
 
@@ -186,6 +186,22 @@ def test_failed_request_is_repeated_with_the_token(server: type[Server], monkeyp
     server.failures = 1
     assert reward(server)(IMAGES[:1], PROMPTS[:1]) == pytest.approx(0.75)
     assert server.tokens == ["Bearer secret"] * 2
+
+
+def test_a_limit_of_the_server_is_met_before_the_run(server: type[Server]) -> None:
+    reward(server).try_out(torch.zeros(3, 40, 48), PROMPTS[0], {})
+    (request,) = server.requests
+    png = request["messages"][0]["content"][0]["image_url"]["url"]
+    assert len(png) > 40 * 48 * 3 * 4 / 3  # as long as a picture can be
+    server.failures = 1
+    with pytest.raises(UserError, match="status 503.* if an image of 48 x 40 is too large for it, raise its limit"):
+        reward(server).try_out(torch.zeros(3, 40, 48), PROMPTS[0], {})
+
+
+def test_model_that_is_cut_in_its_thoughts_is_an_error_before_the_run(server: type[Server]) -> None:
+    server.choices[0] = {"finish_reason": "length", "message": {"content": None}}
+    with pytest.raises(UserError, match="gives none of yes, no.* One that thinks must end within 2048 tokens"):
+        reward(server, logprobs=False).try_out(IMAGES[0], PROMPTS[0], {})
 
 
 @pytest.mark.parametrize("logprobs", [True, False])
