@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError, create_model
 from typing_extensions import is_typeddict
 
 from solrl_lightning.errors import UserError, did_you_mean, nearest, sentence
-from solrl_lightning.options.rules import Group, explain, written
+from solrl_lightning.options.rules import DEFAULT, Group, explain, written
 
 _LISTED = 15  # options of a class in an error
 _PLAIN = {bool, int, float, str, NoneType, list}
@@ -136,7 +136,10 @@ def check_node(key: str, target: Callable[..., Any], node: Mapping[str, Any], pr
         _model(checked).model_validate({name: values[name] for name in values.keys() & checked})
     except ValidationError as error:
         first = error.errors()[0]
-        raise explain({**first, "loc": (*key.split("."), *first["loc"])}) from None
+        named = explain({**first, "loc": (*key.split("."), *first["loc"])})
+        if fields[str(first["loc"][0])][1] and not target.__module__.startswith("solrl_lightning."):
+            named = UserError(str(named).replace(DEFAULT, "Correct it."))  # where a user's own file has it
+        raise named from None
 
 
 @cache

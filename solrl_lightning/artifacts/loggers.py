@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -21,12 +22,13 @@ from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from solrl_lightning.artifacts.files import write_atomically
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.errors import UserError
 from solrl_lightning.machine.packages import is_installed
 
 log = logging.getLogger(__name__)
 file_logger = logging.getLogger("solrl_lightning.record")
 T = TypeVar("T")
+_SHOWN = 400  # characters of an error
 _RUN_ID = ".run_id"  # hidden, so that `wandb sync <run>/wandb/*` leaves it out
 
 
@@ -63,9 +65,11 @@ class Tracker(Logger):
         except Exception as error:
             self.has_failed = True
             file_logger.info("the error of logger=%s", self.key, exc_info=True)
+            if isinstance(error, ValueError) and isinstance(error.__cause__, Exception):
+                error = error.__cause__  # Lightning's TensorBoardLogger takes every error for one of the value
             log.warning(
                 "logger=%s failed, and logs no more; the run continues: %s: %s",
-                *(self.key, type(error).__name__, sentence(error)),
+                *(self.key, type(error).__name__, shorten(str(error), _SHOWN)),  # MLflow's first line has no reason
             )
             return otherwise
 

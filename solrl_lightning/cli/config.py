@@ -485,7 +485,8 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
     parts = key.split(".")
     for parent in itertools.accumulate(parts[:-1], lambda left, right: f"{left}.{right}"):
         if known.get(parent, "") is None:
-            return f"There is no key {key} here: {parent} is null in the chosen {parts[0]}, so it has no keys."
+            rule = f"{parent} is null in the chosen {parts[0]}, so it has no keys"
+            return f"There is no key {key} here: {rule}. All of them are set by {parent}={{<key>:<value>,...}}."
     ours = {name: known[name] for name in known if (parts[0] == "hydra") == (name.partition(".")[0] == "hydra")}
     near = _suggestions(key, ours | dict.fromkeys(groups) if parts[0] != "hydra" else ours)
     if parts[0] in ("callbacks", "logger", "reward") and len(parts) > 2 and ".".join(parts[:2]) not in known:

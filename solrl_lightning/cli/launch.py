@@ -45,7 +45,7 @@ def _launcher() -> _Launcher:
         if _number(f"{name}_SIZE", 1) > 1:
             advice = " Lightning finds the ranks of mpirun by the package mpi4py."
             return _Launcher("mpirun or jsrun", f"{name}_SIZE", (f"{name}_RANK",), advice)
-    advice = " Start ranks by torchrun or srun; for one process, unset these variables."
+    advice = " Start ranks by torchrun or srun, or unset these variables: Lightning then starts those of this machine."
     return _Launcher("", "WORLD_SIZE", ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK"), advice)
 
 
@@ -83,7 +83,7 @@ def check_world(num_nodes: int, devices: int, rank: int, one_process: bool) -> N
     fix = f" Set trainer.num_nodes={started // here} trainer.devices={here}."
     if not launcher.name:
         variables = tuple(dict.fromkeys([*variables, *_OF_LIGHTNING]))  # its loggers write nothing on another rank
-        fits = started == 1 or (started == size and "LOCAL_RANK" in os.environ)
+        fits = started == size if "LOCAL_RANK" in os.environ else started == 1  # otherwise Lightning starts no ranks
         who, fix = "no launcher has started this process", ""
     elif one_process:
         fix = " Start one."

@@ -13,7 +13,7 @@ from solrl_lightning.errors import UserError, did_you_mean, nearest
 
 MAX_SEED = 2**32 - 1
 MAX_STEPS, MAX_IMAGES, MAX_ITERATIONS = 1000, 100_000, 100_000_000
-_DEFAULT = "Leave it out for the default."
+DEFAULT = "Leave it out for the default."
 _OTHER_TYPE = re.compile(r"[-+.\de]*|true|false|null", re.IGNORECASE)  # of a text that needs quotes to be one
 HERE = "<here>"
 """Stands for the key of what is checked, in a rule and its fix."""
@@ -22,7 +22,7 @@ HERE = "<here>"
 class Broken(ValueError):
     """A broken rule, as a sentence; ``key`` is that of the value below the node that is checked."""
 
-    def __init__(self, rule: str, key: str = "", fix: str = _DEFAULT) -> None:
+    def __init__(self, rule: str, key: str = "", fix: str = DEFAULT) -> None:
         super().__init__(rule)
         self.key, self.fix = key, fix
 
@@ -71,7 +71,7 @@ NODE = ConfigDict(strict=True, extra="allow")
 """Of a node with a ``_target_``, which stays a mapping: its class, or one of the user's own, may take other keys."""
 
 
-def must_be(rule: str, holds: Callable[[Any], bool], fix: str = _DEFAULT) -> PlainValidator:
+def must_be(rule: str, holds: Callable[[Any], bool], fix: str = DEFAULT) -> PlainValidator:
     """Return the check of a value; it stays as it is, so that True, 1 and 1.0 remain three values."""
 
     def check(value: Any) -> Any:
@@ -91,14 +91,14 @@ def whole(least: int, most: float = math.inf, note: str = "") -> PlainValidator:
 
     def check(value: Any) -> Any:
         if not is_whole(value, least, most):
-            nearest = f"Use {HERE}={least if value < least else most}." if type(value) is int else _DEFAULT
+            nearest = f"Use {HERE}={least if value < least else most}." if type(value) is int else DEFAULT
             raise Broken(f"it must be a whole number {bounds}{note}.", fix=nearest)
         return value
 
     return PlainValidator(check)
 
 
-def number(rule: str, holds: Callable[[float], bool], fix: str = _DEFAULT) -> PlainValidator:
+def number(rule: str, holds: Callable[[float], bool], fix: str = DEFAULT) -> PlainValidator:
     return must_be(rule, lambda value: type(value) in (int, float) and math.isfinite(value) and holds(value), fix)
 
 

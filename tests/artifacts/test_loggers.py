@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 from PIL import Image
 
 from solrl_lightning.artifacts.loggers import MLflow, Tracker
@@ -57,7 +57,7 @@ def test_the_first_error_of_a_logger_is_a_line_and_ends_its_logging(
         for call in CALLS.values():
             call(tracker)
         tracker.log_picture("x", Image.new("RGB", (8, 8)), 1)
-    message = "logger=mine failed, and logs no more; the run continues: ConnectionError: no server."
+    message = "logger=mine failed, and logs no more; the run continues: ConnectionError: no server in two lines"
     assert caplog.messages == [message] and lost.calls == 1
     assert not list(tmp_path.rglob("*.csv"))
 
@@ -76,6 +76,14 @@ class Four(Logger):
 
     def log_hyperparams(self, params: dict[str, Any]) -> None:
         self.logged.append(params)
+
+
+def test_tensorboard_s_error_has_the_reason_of_its_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.experiment.add_scalar = lambda *args: (tmp_path / "removed").read_text()  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        Tracker("tensorboard", logger).log_metrics({"x": 1.0}, 1)
+    assert "the run continues: FileNotFoundError: " in caplog.text and "not supported" not in caplog.text
 
 
 def test_a_logger_needs_no_experiment(caplog: pytest.LogCaptureFixture) -> None:

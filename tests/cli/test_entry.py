@@ -497,9 +497,8 @@ def test_newest_run_is_found_wherever_it_lies(
     assert command(RECORD, "seed=4").status == 0
     started_here = only(tmp_path, "elsewhere/outputs/train/*")
     shutil.copytree(started_here, f"{started_here}_backup", copy_function=shutil.copy)  # with new times, as by cp -r
-    assert f"from {started_here.relative_to(tmp_path / 'elsewhere')}/" in command(RECORD, "ckpt=last", "task=audit").out
     (tmp_path / "runs" / "b" / "checkpoints" / "last.ckpt").touch()
-    assert str(started_here.name) in command(RECORD, "ckpt=last", "iterations=9").out
+    assert f"{started_here.name}/" in command(RECORD, "ckpt=last", "iterations=9").out
     assert "the newest run, outputs" in error_of(command, RECORD, "ckpt=best", "iterations=9", "hydra.run.dir=new")
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")  # a record that can be neither read nor written
     monkeypatch.chdir(tmp_path)
@@ -853,9 +852,11 @@ POD = dict(MASTER_ADDR="10.0.0.1", MASTER_PORT="1", WORLD_SIZE="2", RANK="1")  #
     [
         ({}, (1, 2, 0), ""),
         ({"WORLD_SIZE": "1", "RANK": "0"}, (1, 2, 0), ""),
+        ({"LOCAL_RANK": "0"}, (1, 1, 0), ""),
+        ({"LOCAL_RANK": "0"}, (1, 2, 0), "LOCAL_RANK=0 is invalid here: .* unset these variables: Lightning then"),
         (SUBPROCESS, (1, 2, 1), ""),
         (SUBPROCESS, (1, 1, 0), "WORLD_SIZE=2 NODE_RANK=0 LOCAL_RANK=1 is invalid here: no launcher has started this"),
-        (POD, (1, 1, 0), "WORLD_SIZE=2 RANK=1 is invalid here: .* the trainer takes 1, .* unset these variables."),
+        (POD, (1, 1, 0), "WORLD_SIZE=2 RANK=1 is invalid here: .* the trainer takes 1, .* unset these variables"),
         ({"RANK": "1"}, (1, 1, 0), "RANK=1 is invalid here: no launcher has started this .*, this one for rank 0. St"),
         ({"WORLD_SIZE": "two"}, (1, 1, 0), "WORLD_SIZE=two is invalid: a launcher sets it to a whole number"),
         (SRUN | {"SLURM_PROCID": "3"}, (2, 2, 3), ""),

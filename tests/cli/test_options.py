@@ -14,10 +14,11 @@ from solrl_lightning.cli.checks import check_machine, options_of
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
 from solrl_lightning.options import data, family, model, precision, reward, run, task
-from solrl_lightning.options.rules import is_whole
+from solrl_lightning.options.rules import Positive, is_whole
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.weighted import COMBINATIONS
 from solrl_lightning.sampling import SOLVERS
+from solrl_lightning.targets import check_arguments
 
 Compose = Callable[..., Run]
 
@@ -70,7 +71,7 @@ explorers=ray trainer=fsdp family=prefix ~callbacks.sample_grid | trainer=fsdp e
 explorers=ray explorers.precision=fp9 | precision=fp9 is invalid: it must be one of auto, nvfp4, fp8, int8, bf16
 ~callbacks                       | ~callbacks is invalid: training needs the callbacks requant
 ~callbacks.requantize            | ~callbacks.requantize is invalid: training needs
-+callbacks.mine={every:5}        | finds. Leave it out with ~callbacks.mine, also where an experiment sets keys of it, or add
++callbacks.mine={every:5}        | Leave it out with ~callbacks.mine, also where an experiment sets keys of it, or
 +objective.more=1                | objective.more=1 is invalid: nothing reads that key. NFT takes beta, advantage_clip
 callbacks.best.monitor=nothing   | it must be one of the run's rewards, shapes, or null
 data.column=5                    | it must be a text; a number needs quotes
@@ -117,7 +118,7 @@ task=export ckpt=a task.push=lora | task.push=lora is invalid: it must be a hub 
 task=compare task.runs=[a,b]     | it must be one glob, in quotes, that matches all runs
 task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 takes a free port
 model.policy.decode_batch=[]     | it is model.decode_batch. Set model.decode_batch, which
-model=z_image +model.scheduler={shift:9.0} | nothing reads it. Leave it out or set it to null, or add '+model
+model.scheduler.shift=9.0         | so it has no keys. All of them are set by model.scheduler={<key>:<value>,...}
 model=wan model.num_frames=32 | model.num_frames=32 is invalid: it must be 1 more than a multiple of 4
 model=wan model.frames=34 | a video has model.num_frames=33. Set model.frames=all.
 model=wan model.frames=last | it must be first, middle, all, or a whole number
@@ -232,6 +233,16 @@ def test_error_of_a_wrong_file_names_the_fault(tmp_path: Path, text: str, messag
     (tmp_path / "family" / "mine.yaml").write_text(text)
     with ConfigTree(config_dir=str(tmp_path)) as tree, pytest.raises(UserError, match=message):
         options_of(tree.compose(["family=mine", "family.pool=96"] if "pool" in text else ["family=mine"]), "run")
+
+
+def capped(cap: Positive) -> None:
+    """A function of a user's own, whose argument has no default."""
+
+
+def test_value_of_a_class_of_one_s_own_without_a_default_is_to_be_corrected() -> None:
+    node = {"_target_": f"{__name__}.capped", "cap": -1.0}
+    with pytest.raises(UserError, match=r"objective.cap=-1.0 is invalid: .* above 0\. Correct it\.$"):
+        check_arguments("objective", node)
 
 
 def test_model_file_may_have_more_keys(tmp_path: Path) -> None:
