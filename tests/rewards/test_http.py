@@ -171,6 +171,7 @@ def test_failed_request_is_sent_again(server: type[Server], failure: Reply, retr
         (reply("wrong", 401), 1, f"answered with status 401: wrong. Set its token with export {TOKEN}=<token>."),
         (reply("", 302), 1, r"answered with status 302 \(Location: /elsewhere\)"),
         (reply("<html>\n\nhi"), 1, r'invalid answer: it must be {"scores": \[...\]} with 5 numbers; got <html> hi'),
+        (reply('{"score": 1}'), 1, 'invalid answer: .*got {"score": 1}'),
         (reply([1, 2, 3, 4, True]), 1, "invalid answer"),
         (reply([1, 2, 3, 4, 10**400]), 1, "invalid answer"),  # no float
         (reply({"0": 5, "1": 4, "2": 3, "3": 2, "4": 1}), 1, "invalid answer"),  # of pandas
@@ -205,12 +206,6 @@ def test_long_answer_is_read_up_to_a_limit(server: type[Server], encoding: str) 
 def test_compressed_answer_is_read(server: type[Server]) -> None:
     server.will_reply(Reply([gzip.compress(ONES.parts[0])], encoding="gzip"))
     assert server.reward()(IMAGES, PROMPTS).tolist() == [1] * 5
-
-
-def test_error_about_a_refused_connection_names_the_server_and_the_sample() -> None:
-    url = f"http://127.0.0.1:{free_port()}/score"
-    with pytest.raises(ServerError, match=f"{url}, asked about the prompt 'a cat', does not answer: .*refused"):
-        HTTPReward(url, batch=1, retries=1, backoff=0)(IMAGES, PROMPTS)
 
 
 def test_outage_is_logged_in_one_line(server: type[Server], caplog: pytest.LogCaptureFixture) -> None:

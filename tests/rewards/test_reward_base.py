@@ -14,7 +14,7 @@ from torch import Tensor
 import solrl_lightning.rewards
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, RewardError, UserError
-from solrl_lightning.rewards.base import Metadata, Reward, unique_prompts
+from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
 
 
@@ -82,12 +82,6 @@ def test_error_about_a_value_that_is_not_finite_names_its_row_and_prompt(spoiled
     with pytest.raises(NonFiniteError, match="brightness.*'a dog'") as error:
         Brightness()(images, PROMPTS)
     assert error.value.row == 1
-
-
-def test_index_of_unique_prompts_restores_all_prompts() -> None:
-    prompts = ["b", "a", "b", "c", "a", "b"]
-    texts, place = unique_prompts(prompts)
-    assert texts == ["b", "a", "c"] and [texts[index] for index in place] == prompts
 
 
 def test_import_of_the_package_imports_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
