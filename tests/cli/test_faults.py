@@ -6,7 +6,6 @@ After each of them old files are intact, there are no partial files, and one lin
 
 import importlib
 import io
-import json
 import resource
 import signal
 import subprocess
@@ -239,10 +238,6 @@ def test_run_killed_while_saving_resumes_from_previous_checkpoint(forks: Forks, 
     assert done.status == 0, done.output
     assert_equal_to_the_bit(tmp_path / "run", tmp_path / "straight")
     assert set(checkpoint.parent.iterdir()) == {checkpoint, best}
-    arguments = ("model.init_lora=straight/lora", "iterations=1", "hydra.run.dir=begun")  # where that one ended
-    assert forks.run(tmp_path, *SMALL, *arguments).status == 0
-    facts = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("straight", "begun")]
-    assert facts[0]["final_reward"] == facts[1]["base_reward"]
 
 
 # Reward servers

@@ -114,6 +114,7 @@ def test_transformer_engine_needs_its_pytorch_extension(
 @pytest.mark.parametrize(
     ("capability", "precision", "backend", "expected"),
     [
+        ("10.0", "nvfp4", "transformer_engine", "Transformer Engine not installed. Leave it out"),
         ("8.0", "fp8", "torch", "needs an NVIDIA GPU of compute capability 8.9 or higher; found: NVIDIA Test"),
         ("", "int8", "torch", "8.0 or higher or a CPU with INT8 units (AVX512-VNNI); found: a CPU without INT8"),
     ],

@@ -75,7 +75,7 @@ WITHIN = ("while exploring", "between two micro-batches", "before the average ha
 MOMENTS = [
     *(("sol_rl", when) for when in (*SAVES, *WITHIN)),
     *((name, "at the end of an iteration") for name in CONFIGURATIONS if name != "sol_rl"),
-    *((name, "while exploring") for name in ("race, warm-up", "GRPO, KL, two optimiser steps", "full, shards")),
+    ("race, warm-up", "while exploring"),
 ]
 
 
