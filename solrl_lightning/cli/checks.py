@@ -12,13 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.artifacts.finished_runs import finished_runs
 from solrl_lightning.cli.config import without_hydra
+from solrl_lightning.cli.hub import check_push
 from solrl_lightning.data.sources import check_source
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.packages import is_installed
 from solrl_lightning.names import LORA_FILES
 from solrl_lightning.options.reward import GENEVAL, HTTP, VLM
 from solrl_lightning.options.run import Run
-from solrl_lightning.options.task import Compare, Generate, Prove, Serve
+from solrl_lightning.options.task import Compare, Export, Generate, Prove, Serve
 from solrl_lightning.options.trainer import Trainer, check_shares, named_devices
 from solrl_lightning.rewards.addresses import check_served, read_token
 from solrl_lightning.rewards.geneval_metadata import check_metadata
@@ -112,6 +113,8 @@ def check_needs(options: Run) -> None:
         finished_runs(task.runs)
     if isinstance(task, Serve):
         check_served(options.reward.members, task.host, task.port)
+    if isinstance(task, Export) and task.push is not None:
+        check_push(task.push)
     if any(member["_target_"] in (HTTP, VLM) for member in options.reward.members.values()):
         read_token()
     if options.explores_elsewhere and not is_installed("ray"):

@@ -1,4 +1,4 @@
-"""Check at start that the Hugging Face hub answers.
+"""Check at start that the Hugging Face hub answers, and that an upload is possible.
 
 huggingface_hub tries every request six times without an option for fewer, which takes half a minute without a network
 and a minute and a half with a server that accepts connections and does not respond.
@@ -75,3 +75,13 @@ def _silence(endpoint: str, seconds: float) -> str:
         # huggingface_hub has its own certificates, so it may connect where this verification fails.
         return "" if isinstance(reason, SSLError) else str(reason)
     return ""
+
+
+def check_push(push: str) -> None:
+    """Raise ``UserError`` if nothing can be uploaded to ``push``: offline by choice, or without a token."""
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"task.push={push} is invalid: HF_HUB_OFFLINE is set. Unset it for the upload.")
+    if get_token() is None:
+        raise UserError(f"task.push={push} is invalid: an upload needs a token. Log in with `hf auth login`.")

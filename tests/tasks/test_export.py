@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from nano import PROMPTS, prompts_of, save_nano
 from policies.fake_hub import REPOSITORY, FakeHub, serving
 from safetensors.torch import load_file
@@ -18,6 +18,7 @@ from torch import Tensor
 from solrl_lightning.artifacts.hub import create_repository, upload
 from solrl_lightning.build import build_model, load_trained
 from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.cli.hub import check_push
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.tasks.export import export, model_card
@@ -226,3 +227,15 @@ def test_upload_sends_the_weights_and_the_card_only(
         hub.refusal = 403, "Forbidden"
         with pytest.raises(UserError, match=f"task.push={REPOSITORY} failed: 403 .*hf auth whoami"):
             create_repository(REPOSITORY)
+
+
+def test_upload_without_a_token_or_offline_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    check_push("me/lora")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(UserError, match="an upload needs a token. Log in with `hf auth login`"):
+        check_push("me/lora")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set. Unset it"):
+        check_push("me/lora")
