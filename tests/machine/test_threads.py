@@ -123,6 +123,7 @@ def test_lightnings_ranks_divide_what_was_set(monkeypatch: pytest.MonkeyPatch, c
         assert torch.get_num_threads() == 5 and os.environ["OMP_NUM_THREADS"] == "5"
         monkeypatch.setattr(rank_zero_only, "rank", 0)  # Lightning sets it for the process
         monkeypatch.setenv("LOCAL_RANK", "1")  # a rank that has its share
+        monkeypatch.setenv("WORLD_SIZE", "2")
         build.instantiate_trainer(compose(*options).trainer)
         assert torch.get_num_threads() == 5
     finally:
