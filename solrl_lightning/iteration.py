@@ -1,6 +1,6 @@
 """Sol-RL on one device, on one page and without Lightning's Trainer: equal to the command, on a CPU bit for bit.
 
-It begins with the base model; ckpt, model.init_lora and max_seconds are not read.
+It begins with the base model: ckpt must be null; model.init_lora and max_seconds are not read.
 
     python -m solrl_lightning.iteration experiment=smoke seed=3
 
@@ -59,7 +59,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         # Explore the pool cheaply, also in decoding (`Stage.decoder`), select the best and the worst, and regenerate
         # them in BF16 from the same noise (prefix and race complete them), by default with the old LoRA merged.
         seeds = pool_seeds(cfg.seed, iteration, identities(prompts), cfg.family.pool)  # [P, N]
-        # [P, N], [P, K], [P, K]. A family of one stage samples the pool once, and keeps the best and the worst of it.
+        # [P, N] (NaN: not finite), [P, K] twice. A family of one stage samples the pool, and keeps its best and worst.
         explored, samples, proxy_merits = run_family(stages, encoded, seeds, module.run_stage, transitions)
 
         # Train on the samples and rewards of the last stage, not on proxies. By default an advantage is the merit minus
@@ -67,7 +67,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         merits = rewards.for_training.merits(samples.scores)  # scores [P, K, R]; by default their weighted sum [P, K]
         advantages = objective.advantages(merits)  # [P, K]
         rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
-        # A row is a sample at one of its levels: x_t = (1 - sigma) x0 + sigma noise, with noise of seed and level, or,
+        # A row is a sample at one of its levels: x_t = (1 - sigma) x0 + sigma noise, new noise of seed and level, or,
         # for GRPO, a recorded state; by prompt, sample and level. Of S optimiser steps, step s takes rows s, s + S, ...
         batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)
         for number, batch in enumerate(batches):
