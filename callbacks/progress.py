@@ -35,7 +35,7 @@ def seconds_left(
 
     ``iterations`` are left, with the current one, which began ``elapsed`` seconds ago and whose stage takes about
     ``stage`` more. The median of ``plain``, the seconds of finished iterations, ignores one that compiles; the mean of
-    ``extra``, those of their evaluation, probe and grid, spreads evaluations, which run every few iterations.
+    ``extra``, the seconds of their evaluation, probe and grid, spreads evaluations, which run every few iterations.
     """
     if not plain:
         return None

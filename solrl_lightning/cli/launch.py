@@ -45,7 +45,7 @@ def _launcher() -> _Launcher:
         if _number(f"{name}_SIZE", 1) > 1:
             advice = " Lightning finds the ranks of mpirun by the package mpi4py."
             return _Launcher("mpirun or jsrun", f"{name}_SIZE", (f"{name}_RANK",), advice)
-    advice = " Start ranks by torchrun or srun, or unset these variables: Lightning then starts those of this machine."
+    advice = " Start ranks by torchrun or srun, or unset these variables: Lightning then starts its own ranks."
     return _Launcher("", "WORLD_SIZE", ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK"), advice)
 
 

@@ -64,9 +64,9 @@ class Exploration(Stage):
     def stages(self, key: str, solver: str, keep: int, sigmas: Sigmas, name: str = EXPLORE) -> list[Stage]:
         """Return a stage per rung; without rungs one, which keeps ``keep``.
 
-        ``key``: of this explorer. ``solver``: where it has none. The ``step`` of a rung and that of a noise level are a
-        stage's ``stop_after``; null, or the last of ``steps``, goes to the end of the trajectory. UserError if a noise
-        level is that of the last step, or a rung is not after the one before it.
+        ``key``: of this explorer. ``solver``: where it has none. The ``step`` of a rung and the step of a noise level
+        are a stage's ``stop_after``; null, or the last of ``steps``, goes to the end of the trajectory. UserError if a
+        noise level is the level of the last step, or a rung is not after the one before it.
         """
         steps = self.steps
         stops = [

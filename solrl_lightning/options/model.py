@@ -39,7 +39,7 @@ Checkpointing = Annotated[bool | Literal["selective", "auto"], one_of(True, Fals
 
 
 class Policy(TypedDict, total=False):
-    """Arguments of the adapter of the architecture; those of a name in ``model`` have its value."""
+    """Arguments of the adapter of the architecture; an argument with the name of a key of ``model`` has its value."""
 
     __pydantic_config__ = NODE  # type: ignore[misc]
     _target_: Required[str]

@@ -1,9 +1,9 @@
 """Models without files of weights, for plans and timings at real size without a download.
 
-An architecture is read from the config files of a pipeline folder; ``assets/architectures`` has those of published
-pipelines. Its pipeline has random weights, which keep activations of the order of one through any number of blocks, and
-the real scheduler, but no text encoders: prompts get random embeddings of the true shapes, a function of their text
-alone. On the device ``meta`` everything has shapes only.
+An architecture is read from the config files of a pipeline folder; ``assets/architectures`` has the files of
+published pipelines. Its pipeline has random weights, which keep activations of the order of one through any number of
+blocks, and the real scheduler, but no text encoders: prompts get random embeddings of the true shapes, a function of
+their text alone. On the device ``meta`` everything has shapes only.
 """
 
 import hashlib
