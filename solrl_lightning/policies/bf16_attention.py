@@ -28,6 +28,8 @@ class FP32Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # whose Python code torch.compile of torch 2.11 cannot trace here
+            func = torch.unflatten
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         dtype = (args[0] if args else kwargs["query"]).dtype

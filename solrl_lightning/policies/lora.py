@@ -94,11 +94,11 @@ class FusedLoRALinear(PeftLinear):
         y: Tensor = _LoRAProduct.apply(
             x.flatten(0, -2), base.weight, base.bias, down, up, self.scaling[adapter], product_dtype
         )
-        return y.unflatten(0, x.shape[:-1])
+        return y.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 class _LoRAProduct(torch.autograd.Function):
-    """y = x W^T + b + s (x A^T) B^T, with gradients for x, A and B.
+    """y = x W^T + b + s (x A^T) B^T in ``dtype``, with gradients for x, A and B.
 
     peft computes the second term in the dtype of A and B, float32, on copies of x and y of that dtype. Here A and B are
     cast instead, and the term is added to the first one's result in place.
@@ -113,12 +113,14 @@ class _LoRAProduct(torch.autograd.Function):
         low = wide @ down.t()
         ctx.save_for_backward(x, weight, down, up, low)
         ctx.scale, ctx.dtype = scale, dtype
-        return y.addmm_(low, up.t(), alpha=scale).to(x.dtype)
+        # Of a result that was changed in place, or cast to its own dtype, compiled code of torch 2.11 has no gradients;
+        # of a view of it, it has.
+        return y.addmm_(low, up.t(), alpha=scale).view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, down, up, low = ctx.saved_tensors
-        g = gradients[0].to(ctx.dtype)
+        (g,) = gradients
         low_gradient = (g @ up) * ctx.scale
         up_gradient = (g.t() @ low).float() * ctx.scale
         down_gradient = (low_gradient.t() @ x.to(ctx.dtype)).float()

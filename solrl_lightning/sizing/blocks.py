@@ -1,7 +1,7 @@
 """Rows of task=doctor that compile a few blocks of the model's real size."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from torch import Tensor
+from torch import Tensor, nn
 
 from solrl_lightning.artifacts.tables import Row, judged
 from solrl_lightning.build import build_transformers
@@ -24,9 +24,10 @@ from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.sizing.layers import judge_speed
 from solrl_lightning.sizing.plan import Plan, without_files
 from solrl_lightning.sizing.timing import least_seconds
-from solrl_lightning.training.transformers import VelocityModel, as_it_is
+from solrl_lightning.training.transformers import TrainedTransformer, VelocityModel, as_it_is
 
 _BLOCKS = 2  # of each kind
+_GRADIENT_ERROR = 0.1  # tolerated difference of gradients, of their norm
 _CPU_PRODUCTS = 2 * 10**8  # of the whole model's linear layers; sets the batch of the blocks on a CPU
 
 
@@ -59,6 +60,30 @@ def write_short(architecture: Architecture, folder: Path) -> None:
         file.write_text(json.dumps(short))
         index[name] = [library, cls]
     (folder / "model_index.json").write_text(json.dumps(index))
+
+
+def check_gradients(velocity: Callable[[nn.Module], Tensor], trained: TrainedTransformer) -> Row:
+    """Return the row on the gradients of a trained transformer that is compiled, beside those of its eager code."""
+
+    def gradients() -> Tensor:
+        with torch.enable_grad(), trained.current() as transformer:
+            velocity(transformer).square().mean().backward()
+        flat = torch.cat([p.grad.flatten().float() for p in trained.weights.parameters() if p.grad is not None])
+        trained.weights.zero_grad()
+        return flat
+
+    compiled = gradients()
+    with torch.compiler.set_stance("force_eager"):
+        eager = gradients()
+    error = (torch.linalg.vector_norm(compiled - eager) / torch.linalg.vector_norm(eager)).item()
+    return judged(
+        "gradients",
+        f"of compiled training steps: {error:.1e} from those of eager ones, of their norm",
+        "compile_training=false, and a report of this with doctor.json",
+        {"error": error},
+        f"at most {_GRADIENT_ERROR:g}: both have the rounding of BF16",
+        wrong=not error <= _GRADIENT_ERROR,
+    )
 
 
 @torch.no_grad()
@@ -100,10 +125,7 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
     for velocity_model in transformers.velocity_models.values():
         velocity(velocity_model, *training)
     if trains:
-        with torch.enable_grad():
-            with transformers.trained.current() as transformer:
-                model.guided_velocity(transformer, *training).square().mean().backward()
-        transformers.trained.weights.zero_grad()
+        yield check_gradients(lambda transformer: model.guided_velocity(transformer, *training), transformers.trained)
     graphs = []
     for _ in range(2):
         for sampler in transformers.samplers.values():

@@ -130,7 +130,7 @@ def test_a_checkpoint_leaves_out_states_that_cannot_be_read(tmp_path: Path, capl
         "when": datetime.now(),
         "array": np.array(["text"]),
         "code": lambda: 0,
-        "ns": np.timedelta64(1),
+        "ns": np.timedelta64(1, "ns"),
     }
     states = {"Fine": fine, **{f"Odd{name}": {name: value} for name, value in odd.items()}}
     for _ in range(2):  # the second one tells nothing new

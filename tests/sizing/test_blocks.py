@@ -1,14 +1,16 @@
 """Rows about compiled blocks: graphs, requantisation, and the blocks of each model."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from nano import save_nano
-from torch import nn
+from torch import Tensor, nn
 
 from solrl_lightning.artifacts.tables import OK, WRONG
 from solrl_lightning.options.run import Run
@@ -17,7 +19,7 @@ from solrl_lightning.policies.architectures import read_architecture
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 from solrl_lightning.quantization import resolve
 from solrl_lightning.sizing import blocks
-from solrl_lightning.sizing.blocks import check_blocks, write_short
+from solrl_lightning.sizing.blocks import check_blocks, check_gradients, write_short
 from solrl_lightning.sizing.plan import plan_run, without_files
 
 Compose, Patch = Callable[..., Run], pytest.MonkeyPatch
@@ -58,11 +60,32 @@ def test_all_samplers_of_a_run_are_compiled_with_both_batch_sizes(doctor: Compos
     monkeypatch.setattr(blocks, "_CPU_PRODUCTS", 10**12)
     cfg = doctor("model.rollout_batch=2", "model.micro_batch=1", "compile_training=true")
     shadow = resolve("int8", "emulated", CPU)
-    row, _ = check_blocks(cfg, plan_run(without_files(cfg), shadow), shadow, CPU, compiled=False)
+    gradients, row, _ = check_blocks(cfg, plan_run(without_files(cfg), shadow), shadow, CPU, compiled=False)
+    assert gradients.check == "gradients" and gradients.status == OK
     assert row.status == OK and row.measured is not None
     assert "policy, reference, merged, shadow in batches of 2 and 1" in row.result
     # The policy with and without gradients, reference, merged, shadow.
     assert row.measured == {"graphs": 5, "recompilations": 0, "backend": "eager"}
+
+
+@pytest.mark.parametrize(
+    ("factor", "status"), [(1.0, OK), (1.04, OK), (1.06, WRONG), (0.9, WRONG), (0.0, WRONG), (float("nan"), WRONG)]
+)
+def test_gradients_of_compiled_code_must_be_those_of_eager_code(factor: float, status: str) -> None:
+    class Linear(nn.Linear):  # torch 2.11 compiles no class of its own
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    linear = Linear(3, 2)
+    trained: Any = SimpleNamespace(weights=linear, current=lambda: nullcontext(linear))
+
+    def compiled(graph: Any, inputs: Any) -> Any:  # its gradients of the squares have factor ** 2
+        return lambda *inputs: [factor * output for output in graph(*inputs)]
+
+    linear.compile(backend=compiled)
+    row = check_gradients(lambda transformer: transformer(torch.ones(4, 3)), trained)
+    assert row.status == status and ("compile_training=false" in row.way_out) == (status == WRONG)
+    assert linear.weight.grad is None
 
 
 @pytest.mark.parametrize(
