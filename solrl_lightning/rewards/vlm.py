@@ -32,6 +32,7 @@ from solrl_lightning.rewards.client import Client, noise, shown, to_png
 
 _ALTERNATIVES = 20  # likeliest first words in an answer; the most that the API gives
 _THOUGHTS = re.compile(r"[<\[]think.*?(/think\w*[>\]]|$)", re.DOTALL | re.IGNORECASE)  # or cut off at _LONGEST
+_PATH = re.compile(r"(/chat/completions)?/*(?=[?#]|$)")  # the end of an address's path, before a query
 _WITHHELD = b'"content_filter"'  # reason of the end, or code of status 400, of Azure
 _LONGEST = 2048  # tokens of an answer that is read as text, most of them thoughts
 
@@ -42,7 +43,7 @@ class VLMReward(Reward):
     An image that was scored before with the same question is not asked about again.
 
     Args:
-        url: address of the API, to which ``/chat/completions`` is added; its key is read from SOLRL_REWARD_TOKEN.
+        url: address of the API; ``/chat/completions`` is added to its path. Its key is read from SOLRL_REWARD_TOKEN.
         model: name of the model there.
         question: text after the image, or the two; ``{prompt}`` stands for the prompt.
         answers: value of each answer, a word without regard to case; their mean, weighted by probability, is the score.
@@ -74,11 +75,11 @@ class VLMReward(Reward):
     ) -> None:
         super().__init__(device)
         check_url("url", url)
-        self.url, self.model, self.question, self.logprobs = url.rstrip("/"), model, question, logprobs
+        self.url, self.model, self.question, self.logprobs = url, model, question, logprobs
         self.answers = {normal(answer): float(value) for answer, value in answers.items()}
         self.concurrency = concurrency
         self._costs = {"requests": 0, "tokens": 0}
-        self._client = Client(f"{self.url}/chat/completions", concurrency, timeout, retries, backoff)
+        self._client = Client(_PATH.sub("/chat/completions", url, count=1), concurrency, timeout, retries, backoff)
         self._scored: dict[bytes, float] = {}
         self._withholds = False  # whether a content filter of the server has withheld an answer
 

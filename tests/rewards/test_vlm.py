@@ -96,6 +96,13 @@ def test_score_is_the_probability_of_yes_among_the_answers(server: type[Server])
     assert by_place[1].items() >= keys.items()
 
 
+@pytest.mark.parametrize("path", ["/v1/?api-version=1", "/v1/chat/completions?api-version=1", "/v1//"])
+def test_address_keeps_its_query(server: type[Server], path: str) -> None:
+    judge = VLMReward(f"{server.url}{path}", "judge", QUESTION, {"yes": 1.0, "no": 0.0})
+    assert judge(IMAGES[:1], PROMPTS[:1]) == pytest.approx(0.75)
+    assert server.requests[0]["path"] == "/v1/chat/completions" + "?api-version=1" * ("?" in path)
+
+
 def test_score_of_marks_is_their_expected_value(server: type[Server]) -> None:
     server.choices = [choice("4", **{"4": 0.5, "5": 0.25, "1": 0.25})] * 3
     marks = {str(mark): (mark - 1) / 4 for mark in range(1, 6)}
