@@ -21,13 +21,13 @@ def read_token() -> str:
     return token
 
 
-def check_url(key: str, url: object, path: str = "/score") -> None:
+def check_url(key: str, url: object) -> None:
     """Raise ``UserError`` unless ``url``, the value of ``key``, is an address of http or https without a password."""
     if not _URL.match(str(url)):
         shown = "<hidden>" if "@" in str(url) else url
         raise UserError(
             f"{key}={shown} is invalid: it must begin with http:// or https:// and have no user or password. Set "
-            f"{key}=http://<host>:<port>{path}, and the token with export {TOKEN}=<token>."
+            f"{key}=http://<host>:<port>/<path>, and the token with export {TOKEN}=<token>."
         )
 
 
