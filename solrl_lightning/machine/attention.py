@@ -1,12 +1,12 @@
 """Which kernels PyTorch's attention may take on a GPU.
 
-| compute capability | with FlashAttention 4 (flash-attn-4) | without |
+| passes | with FlashAttention 4 (flash-attn-4), on compute capability 9.x and 10.x | without |
 |---|---|---|
-| 10.x | that | flash; cuDNN where nothing needs a gradient, because its backward pass fails |
-| 9.0 | that | what PyTorch prefers: cuDNN |
-| other | what PyTorch prefers | what PyTorch prefers |
+| that nothing is differentiated through | that | what PyTorch prefers: cuDNN from 9.0 on, else flash |
+| of training | that | flash; with a mask, the efficient one |
 
-Neither choice has run on a GPU; the row `attention` of task=doctor compares the kernels.
+No gradient comes from cuDNN: its backward pass fails on 10.x, and returns NaN for layouts and masks that differ between
+its versions (diffusers issue 9768, PyTorch issue 196678). The row `attention` of task=doctor compares the kernels.
 """
 
 import logging
@@ -41,16 +41,16 @@ def prepare(device: torch.device) -> None:
     if takes_fa4(device) and attention.current_flash_attention_impl() is None:
         attention.activate_flash_attention_impl(_IMPLEMENTATION)
         log.info("attention: FlashAttention 4 (pip uninstall flash-attn-4 for PyTorch's kernels)")
-    torch.backends.cuda.enable_cudnn_sdp(not takes_fa4(device) and torch.cuda.get_device_capability(device)[0] != 10)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager
 def without_gradients(device: torch.device) -> Iterator[None]:
-    """Allow cuDNN on compute capability 10.x, too, in passes that nothing is differentiated through.
+    """Allow cuDNN in passes that nothing is differentiated through.
 
     A compiled graph keeps the kernel that it was traced with; graphs with and without gradients are separate.
     """
-    if device.type != "cuda" or torch.backends.cuda.cudnn_sdp_enabled() or takes_fa4(device):
+    if device.type != "cuda" or takes_fa4(device):
         yield
         return
     torch.backends.cuda.enable_cudnn_sdp(True)

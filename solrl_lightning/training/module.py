@@ -45,6 +45,10 @@ from solrl_lightning.training.transformers import Transformers
 log = logging.getLogger(__name__)
 
 _LOWER_RATE = "Lower optimizer.lr, or correct the objective."
+_COMPARE_KERNELS = (
+    "The loss is finite and no step has changed the weights, so a kernel, compiled code or the objective is at fault. "
+    "Run task=doctor, whose rows attention and gradients compare the first two, or set compile_training=false."
+)
 
 
 class SolRLModule(LightningModule):
@@ -217,7 +221,8 @@ class SolRLModule(LightningModule):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if not norm.isfinite():  # equal on all ranks, which have reduced the gradients
-            raise NonFiniteError(f"train/grad_norm is {norm.item()}. {_LOWER_RATE}")
+            advice = _LOWER_RATE if self.trainer.global_step else _COMPARE_KERNELS
+            raise NonFiniteError(f"train/grad_norm is {norm.item()}. {advice}")
         values = {"train/grad_norm": norm, "lr": optimizer.param_groups[0]["lr"]}
         self.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 

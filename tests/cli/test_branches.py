@@ -75,7 +75,7 @@ def test_stopped_run_resumes_by_ckpt_last(command: Command, tmp_path: Path, monk
 
 
 class NaNGradient(NFT):
-    """From the second iteration on, a finite loss whose gradient is NaN."""
+    """A finite loss whose gradient is NaN, from the second batch on or, where ``batches`` is 1, from the first."""
 
     batches = 0
 
@@ -96,16 +96,18 @@ def assert_finite(run: Path, iterations: int) -> None:
     assert not (run / "lora").exists()
 
 
+@pytest.mark.parametrize(("steps", "advice"), [(1, "Lower optimizer.lr"), (0, "The loss is finite and no step has")])
 def test_gradient_that_is_not_finite_ends_the_run_before_the_step(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, advice: str
 ) -> None:
-    monkeypatch.setattr(NaNGradient, "batches", 0)
+    monkeypatch.setattr(NaNGradient, "batches", 1 - steps)
     done = command(*SMALL, "iterations=3", f"objective._target_={__name__}.NaNGradient", "hydra.run.dir=run")
     assert done.status == 1
     line = the_line(done.err)
-    assert "train/grad_norm is nan. Lower optimizer.lr" in line
-    assert_finite(tmp_path / "run", 1)
-    assert summary(tmp_path / "run")["last_checkpoint_iterations"] == 1
+    assert f"train/grad_norm is nan. {advice}" in line
+    assert summary(tmp_path / "run")["last_checkpoint_iterations"] == (steps or None)
+    if steps:
+        assert_finite(tmp_path / "run", 1)
 
 
 def test_weights_that_are_not_finite_do_not_replace_the_checkpoint(command: Command, tmp_path: Path) -> None:

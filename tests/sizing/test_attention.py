@@ -75,3 +75,6 @@ def test_faster_kernel_counts_if_it_is_right() -> None:
     assert judge_attention("attention", FAST, *RIGHT).status == OK
     assert judge_attention("attention", faster, *RIGHT).status == SLOW
     assert judge_attention("attention", faster, RIGHT[0], {"chosen": 1e-2, "flash": 1.0}).status == OK
+    right = [{**errors, "cudnn": 1e-3} for errors in RIGHT]
+    for what, status in (("sampling", SLOW), ("training", OK)):  # whose gradients are never cuDNN's
+        assert judge_attention("attention", {**FAST, what: {"chosen": 3.0, "cudnn": 2.0}}, *right).status == status
