@@ -194,7 +194,8 @@ class MLflow(_Iterations, MLFlowLogger):
         if tracking_uri is None:  # newer versions of MLflow refuse Lightning's default, a folder of files
             folder = Path(save_dir).resolve()
             folder.mkdir(parents=True, exist_ok=True)
-            tracking_uri, options["artifact_location"] = f"sqlite:///{folder}/mlflow.db", folder.as_uri()
+            tracking_uri = f"sqlite:///{folder}/mlflow.db"
+            options = {"artifact_location": folder.as_uri()} | options
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # 14 seconds; by default 7, which take 4 minutes
         self._id_file = Path(save_dir) / _RUN_ID
         super().__init__(tracking_uri=tracking_uri, **({"run_id": _read_id(self._id_file)} | options))

@@ -95,6 +95,15 @@ def test_a_logger_needs_no_experiment(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.messages and four.logged == [{"seed": 1}, ({"x": 1.0}, 2)]
 
 
+def test_mlflow_s_pictures_lie_where_the_option_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("solrl_lightning.artifacts.loggers.is_installed", {"mlflow"}.__contains__)
+    places: list[str] = []
+    monkeypatch.setattr(MLFlowLogger, "__init__", lambda self, **options: places.append(options["artifact_location"]))
+    MLflow(str(tmp_path), None)
+    MLflow(str(tmp_path), None, artifact_location="s3://bucket")
+    assert places == [tmp_path.as_uri(), "s3://bucket"]
+
+
 def test_mlflow_continues_the_page_of_a_resumed_run_and_tags_what_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

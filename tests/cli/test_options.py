@@ -55,6 +55,7 @@ trainer.overfit_batches=1        | trainer.overfit_batches=1 is invalid: it must
 trainer.fast_dev_run=true        | or use experiment=smoke.
 trainer.val_check_interval=0.5   | Set evaluation.every=<iterations>.
 trainer.logger=false             | trainer.logger=false is invalid: the program makes it of the group logger. Choose one
+logger=mlflow +logger.mlflow.log_model=all | log_model=all is invalid: it must be false, as checkpoints stay in
 +trainer.callbacks=[]            | remove one with ~callbacks.<name>.
 +trainer.enable_progress_bar=false | Leave it out, or remove the bar with ~callbacks.progress.
 +trainer.enable_checkpointing=false | Leave it out: a run resumes by its checkpoint.
