@@ -178,6 +178,7 @@ class RunSummary(Callback):
             "improvement": final - base if base is not None and final is not None else None,
             "other_rewards": others,
             "iterations": loop_of(trainer).iterations_done,
+            "time_is_up": loop_of(trainer).is_time_up,
             "last_checkpoint_iterations": iterations_done(read_checkpoint(last)) if last.exists() else None,
             "seconds_total": self._seconds(),
             "seconds_since_process_start": time.perf_counter() - solrl_lightning.BEGAN,
@@ -292,6 +293,7 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     if facts["status"] == "completed":
         folder = facts["paths"]["run"]
         longer = f"ckpt=last {path_option('hydra.run.dir', folder)} iterations={2 * facts['iterations']}"
+        longer += " max_seconds=null" * facts["time_is_up"]
         doubt = "task=audit says which family a next run should have; " if "explore" in medians else ""
         use = f"task=generate and task=export use the result, {path_option('ckpt', f'{folder}/{LAST}')}"
         rows.append(("next", f"{doubt}{longer} trains on; {use}"))

@@ -290,8 +290,7 @@ def _is_over(resumed: Resumed, jobs: "dict[str, Run]", done: int, seconds: float
     if resumed.newest and resumed.folder is not None and end is not None:
         check_sweep(resumed.folder, resumed.checkpoint)
     if resumed.training and (resumed.folder is None or end is not None or done > iterations):
-        check_left(resumed.checkpoint, done, "iterations", iterations)
-        check_left(resumed.checkpoint, seconds, "max_seconds", limit)
+        check_left(resumed.checkpoint, done, seconds, iterations, limit)
     return is_over
 
 

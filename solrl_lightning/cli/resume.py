@@ -4,6 +4,7 @@ A run records its overrides in ``.hydra/overrides.yaml``. In its own folder only
 record is replaced once training has started (``run_folder.commit_overrides``).
 """
 
+import math
 import os
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from solrl_lightning.artifacts.finished_runs import FINISHED, read_summary
-from solrl_lightning.artifacts.formatting import path_option, quoted, shell_quoted
+from solrl_lightning.artifacts.formatting import counted, path_option, quoted, shell_quoted
 from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free, run_of, started_runs
 from solrl_lightning.cli.config import ConfigTree, adds, as_written, own_sources, resolvable, searched
@@ -305,8 +306,8 @@ def _check_resumable(
     if any(o.key_or_group == "model" for o in culprits) and recorded.model.pretrained != current.model.pretrained:
         way_out = f"begin a run of that model without ckpt: {' '.join(again)}"
     else:
-        done, _ = recorded_contents(checkpoint) or (0, 0.0)
-        again += [f"iterations={done + 10}"] if done >= current.iterations else []
+        trained = recorded_contents(checkpoint) or (0, 0.0)
+        again += _longer(*trained, current.iterations, current.max_seconds or math.inf)
         way_out = f"start a new folder from that state: {path_option('ckpt', checkpoint)} {' '.join(again)}"
     raise UserError(
         f"Cannot resume {folder}: {_listed(culprits)} changes {examples}. Leave it out, or {way_out}. Keys that may "
@@ -446,11 +447,18 @@ def check_contents(ckpt: Path) -> tuple[int, float]:
     return iterations_done(checkpoint), loop_state(checkpoint).get("seconds", 0.0)
 
 
-def check_left(ckpt: Path, done: float, key: str, limit: float) -> None:
-    """Raise UserError for a checkpoint whose run has ``done`` all of a ``limit``, the value of ``key``."""
-    if done >= limit:
+def check_left(ckpt: Path, done: int, seconds: float, iterations: float, max_seconds: float) -> None:
+    """Raise UserError for a checkpoint whose run has trained for all its ``iterations`` or ``max_seconds``."""
+    if longer := _longer(done, seconds, iterations, max_seconds):
+        option = path_option("ckpt", ckpt)
         raise UserError(
-            f"{key}={limit:g} is invalid: a resumed run needs {key.removeprefix('max_')} left to do, and {ckpt} has "
-            f"done {done:g}. Raise it, as in {key}={done + 10:.0f}, or write the LoRA with task=export "
-            f"{path_option('ckpt', ckpt)}."
+            f"{option} is invalid: a resumed run needs something left to do, and this one has done "
+            f"{counted(done, 'iteration')}. Raise its length, as in {' '.join(longer)}, or write the LoRA with "
+            f"task=export {option}."
         )
+
+
+def _longer(done: int, seconds: float, iterations: float, max_seconds: float) -> list[str]:
+    """Return the overrides that leave something to train after ``done`` iterations and ``seconds``; none if it is."""
+    spent = {"iterations": (done, iterations), "max_seconds": (seconds, max_seconds)}
+    return [f"{key}={value + 10:.0f}" for key, (value, limit) in spent.items() if value >= limit]

@@ -1,6 +1,8 @@
 """Runs that are killed at their end, diverge, or continue from the state of a run with other prompts or rewards."""
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -188,14 +190,16 @@ def test_edited_training_prompts_are_an_error_in_the_run_s_folder_only(command: 
 
 def test_run_that_its_max_seconds_ended_is_complete_and_resumes_with_more(command: Command, tmp_path: Path) -> None:
     options = ("iterations=5", "max_seconds=1e-3", "hydra.run.dir=run")
-    assert command(*SMALL, *options).status == 0
+    printed = command(*SMALL, *options).out
     facts = summary(tmp_path / "run")
     assert (facts["status"], facts["stopped_by"], facts["iterations"]) == ("completed", None, 1)
     assert facts["evaluations"][-1]["iteration"] == 1
     again = command(*SMALL, *options, "ckpt=auto")
     assert again.status == 0 and "has ended after 1 iteration; nothing to do" in again.out
-    refused = command("ckpt=last", "hydra.run.dir=run")
-    assert refused.status == 2 and "max_seconds=0.001 is invalid: a resumed run needs seconds left to do" in refused.err
-    more = command("ckpt=last", "max_seconds=1000", "iterations=3", "hydra.run.dir=run")
-    assert more.status == 0, more.err
-    assert summary(tmp_path / "run")["iterations"] == 3
+    refused = the_line(command("ckpt=last", "iterations=1", "hydra.run.dir=run").err)
+    assert "has done 1 iteration. Raise its length, as in iterations=11 max_seconds=10, or " in refused
+    branch = re.search("state: (.*)[.] Keys", command("ckpt=last", "optimizer.lr=1e-5", "hydra.run.dir=run").err)
+    for more in (branch[1] + " hydra.run.dir=branch", re.search("; (ckpt=last .*) trains", printed)[1]):
+        done = command(*shlex.split(more))
+        assert done.status == 0, done.err
+    assert summary(tmp_path / "run")["iterations"] == 2

@@ -751,7 +751,7 @@ def test_finished_run_does_not_resume(command: Command) -> None:
     assert command(RECORD, "iterations=1", "hydra.run.dir=run").status == 0
     last, file = ["ckpt=last", "hydra.run.dir=run"], "ckpt=run/checkpoints/last.ckpt"
     for arguments in (last, [file], [*last, "trainer=cpu"]):
-        assert "has done 1. Raise it, as in iterations=11" in error_of(command, RECORD, *arguments)
+        assert "1 iteration. Raise its length, as in iterations=11" in error_of(command, RECORD, *arguments)
     assert command(RECORD, "task=audit", file).status == 0
     summary = Path("run", "summary.json")
     assert recorded_contents(Path("run", "checkpoints", "last.ckpt")) == (1, 0.0)
@@ -761,7 +761,7 @@ def test_finished_run_does_not_resume(command: Command) -> None:
     summary.write_text(summary.read_text().replace("completed", "interrupted"))
     checkpoint = torch.load(Path("run", "checkpoints", "last.ckpt"), weights_only=True)
     torch.save(checkpoint | {"global_step": 7}, Path("run", "checkpoints", "last.ckpt"))
-    assert "iterations=3 is invalid: a resumed run needs iter" in error_of(command, RECORD, *last, "iterations=3")
+    assert "needs something left to do, and this one has done 7" in error_of(command, RECORD, *last, "iterations=3")
 
 
 # Ranks that something else starts
