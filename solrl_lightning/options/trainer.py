@@ -68,6 +68,7 @@ class Trainer(TypedDict, total=False):
     overfit_batches: Annotated[float, must_be("0.0", is_one(0, 0.0), f"{_ONE_STEP}.")]
     fast_dev_run: Annotated[Any, must_be("false", is_one(False), f"{_ONE_STEP}, or use experiment=smoke.")]
     val_check_interval: Annotated[float | None, must_be("1.0", is_one(None, 1.0), "Set evaluation.every=<iterations>.")]
+    max_steps: Annotated[int, must_be("-1", is_one(-1), "Set iterations=<number>.")]
     max_time: Annotated[Any, must_be("null", is_one(None), "Set max_seconds=<seconds>.")]
     logger: Annotated[Any, _made_of("logger", "Choose one with logger=<option>, as logger=none.")]
     callbacks: Annotated[Any, _made_of("callbacks", _OF_CALLBACKS)]

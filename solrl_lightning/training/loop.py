@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops import _FitLoop, _Loop
+from lightning.pytorch.loops import _FitLoop
 from torch import Tensor
 
 from solrl_lightning.data.loaders import RolloutLoader
@@ -85,7 +85,7 @@ class ExploreTrainLoop(_FitLoop):
         max_seconds: float | None = None,
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
-        self.epoch_loop = trainer.fit_loop.epoch_loop  # has the Trainer's max_steps
+        self.epoch_loop = trainer.fit_loop.epoch_loop  # has the Trainer's min_steps
         if schedule.per_iteration < trainer.world_size:
             raise UserError(
                 f"prompts_per_iteration={schedule.per_iteration} is invalid: every device needs at least one prompt; "
@@ -330,5 +330,4 @@ class ExploreTrainLoop(_FitLoop):
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):
                 setattr(progress, counter, self.iterations_done)
-        # _FitLoop's setter forces True if max_steps is set
-        _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
+        self.restarting = False

@@ -59,6 +59,7 @@ logger=mlflow +logger.mlflow.log_model=all | log_model=all is invalid: it must b
 +trainer.callbacks=[]            | remove one with ~callbacks.<name>.
 +trainer.enable_progress_bar=false | Leave it out, or remove the bar with ~callbacks.progress.
 +trainer.enable_checkpointing=false | Leave it out: a run resumes by its checkpoint.
++trainer.max_steps=3             | trainer.max_steps=3 is invalid: it must be -1. Set iterations=<number>.
 +trainer.max_time=00:00:01:00    | trainer.max_time=00:00:01:00 is invalid: it must be null. Set max_seconds=<seconds>.
 trainer.max_epochs=5             | Leave it out, or set iterations=<number>
 ~trainer.max_epochs              | trainer.max_epochs=null is invalid
@@ -161,7 +162,7 @@ def test_error_of_a_wrong_value_states_its_rule(line: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "trainer.precision=32 +trainer.max_steps=3 trainer.deterministic=true trainer.gradient_clip_val=null",
+        "trainer.precision=32 +trainer.max_steps=-1 trainer.deterministic=true trainer.gradient_clip_val=null",
         "~trainer.precision ~trainer.strategy +trainer.accumulate_grad_batches=1 +trainer.limit_train_batches=1.0",
         "trainer.strategy={_target_:lightning.pytorch.strategies.DDPStrategy} trainer.devices=auto",
         "task=evaluate ~callbacks ~logger",
