@@ -274,7 +274,7 @@ def _json_record(line: str, column: str) -> Prompt | str:
         return f"{rule}; this one has {value}"
     if tag is not None and not isinstance(tag, str):
         return f"{_TAG_RULE}; got {tag!r}"
-    return Prompt(prompt, {key: value for key, value in row.items() if key != column})
+    return Prompt(prompt, _present({key: value for key, value in row.items() if key != column}))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -390,31 +390,37 @@ def _check_column(columns: list[str], column: str, name: str, other_fix: str = "
 
 def _is_json(kind: "pyarrow.DataType") -> bool:
     """Return whether JSON has the values of a column, as metadata must be: not bytes of images, and no times."""
-    from pyarrow import types
+    from pyarrow import JsonType, types
 
     if types.is_struct(kind):
         return all(_is_json(kind.field(place).type) for place in range(kind.num_fields))
-    if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
+    if hasattr(kind, "value_type"):  # of a list or a dictionary
         return _is_json(kind.value_type)
-    scalars = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating)
-    return any(is_kind(kind) for is_kind in scalars)
+    texts = types.is_string, types.is_large_string, types.is_string_view
+    is_scalar = any(is_kind(kind) for is_kind in (*texts, types.is_boolean, types.is_integer, types.is_floating))
+    return is_scalar or isinstance(kind, JsonType)
 
 
-def _present(value: Any) -> Any:
-    """Return a value of a table without the missing ones in it; None for one that is missing, such as NaN."""
+def _present(value: Any, kind: "pyarrow.DataType | None" = None) -> Any:
+    """Return a value, of a table's column of a type, without the missing ones in it; None for a missing one, as NaN."""
+    if getattr(kind, "extension_name", "") == "arrow.json" and value is not None:  # rows of which differ in their keys
+        value, kind = json.loads(value), None
     if isinstance(value, dict):
-        return {key: of_key for key, each in value.items() if (of_key := _present(each)) is not None}
+        values = ((key, _present(each, kind and kind.field(key).type)) for key, each in value.items())
+        return {key: each for key, each in values if each is not None}
     if isinstance(value, list):
-        return [_present(each) for each in value]
+        return [_present(each, kind and kind.value_type) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _table_records(table: "pyarrow.Table", column: str, name: str) -> list[Prompt]:
     """Return the records of a table. A row without a value in ``column`` is a blank prompt, which ``prompts`` drops."""
-    others = [field.name for field in table.schema if field.name != column and _is_json(field.type)]
-    values, rows = table.column(column).to_pylist(), table.select(others).to_pylist()
+    import pyarrow
+
+    others = table.select([field.name for field in table.schema if field.name != column and _is_json(field.type)])
+    values, rows, kind = table.column(column).to_pylist(), others.to_pylist(), pyarrow.struct(others.schema)
     records = []
-    for row, (value, metadata) in enumerate(zip(values, map(_present, rows), strict=True)):
+    for row, (value, metadata) in enumerate(zip(values, (_present(row, kind) for row in rows), strict=True)):
         if value is not None and not isinstance(value, str):
             raise UserError(
                 f"data.column={column} is invalid: the column must hold strings; {name} holds {value!r} in row {row}. "

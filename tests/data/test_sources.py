@@ -102,12 +102,14 @@ def test_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_pat
 def test_the_other_columns_of_a_table_are_metadata_as_the_keys_of_json_lines(tmp_path: Path) -> None:
     include = [{"class": "owl", "count": 3}, {"class": "cat", "color": "red"}]  # arrow fills the keys that one lacks
     rows = [{"prompt": "fog", "tag": "mood", "include": include, "weight": 0.5}, {"prompt": "rain", "seed": 3}]
+    rows[0]["box"] = [0, 1]
     lines = write(tmp_path / "a.jsonl", *map(json.dumps, rows))
-    names = ("prompt", "tag", "include", "weight", "seed")
+    names = ("prompt", "tag", "include", "weight", "seed", "box")
     columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
     columns["image"] = [{"bytes": b"x", "path": None}] * 2
     columns |= {"day": [datetime(2026, 1, 1)] * 2, "score": [float("nan")] * 2, "style": pyarrow.array(["oil", None])}
     columns["style"] = columns["style"].dictionary_encode()
+    columns["box"] = pyarrow.array(columns["box"], pyarrow.list_(pyarrow.int8(), 2))
     first, second = read_records(lines, "prompt")
     of_style = [Prompt(first.text, {**first.metadata, "style": "oil"}), second]
     assert read_records(write_table(tmp_path / "a.parquet", **columns), "prompt") == of_style
@@ -272,6 +274,18 @@ def test_data_set_of_the_hub_is_read_by_split_and_column_and_once(hub: Path, mon
         read_prompts("hf://owner/name/train")
     monkeypatch.delattr(datasets, "load_dataset")
     assert identities(read_prompts("hf://owner/name/test", "caption")) == ["fog"]
+
+
+def test_clauses_with_different_keys_are_the_same_by_way_of_datasets(hub: Path) -> None:
+    include = [[{"class": "dog", "count": 1}], [{"class": "dog", "color": "red"}, {"class": "cat"}]]
+    rows = [{"prompt": "dogs", "include": include[0], "exclude": include[0]}, {"prompt": "pets", "include": include[1]}]
+    lines = write(hub / "owner/name/train.jsonl", *map(json.dumps, rows))
+    data = datasets.load_dataset("owner/name", split="train")
+    data.to_parquet("a.parquet")
+    data.to_json("a.jsonl")  # null where a key is missing
+    expected = [each.metadata for each in read_records(lines, "prompt")]
+    for source in ("hf://owner/name/train", "a.parquet", "a.jsonl"):
+        assert [each.metadata for each in read_records(source, "prompt")] == expected
 
 
 def test_what_to_do_about_a_data_set_that_cannot_be_read_works(hub: Path) -> None:
