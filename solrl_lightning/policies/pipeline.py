@@ -238,6 +238,8 @@ class PipelineAdapter(ABC):
 
         Autoencoders for videos have statistics of their latents [B, C, F, H, W] in place of two numbers.
         """
+        taken = vae.config.get("latent_channels", vae.config.get("z_dim"))
+        self._check_fit("latents of its transformer", x.shape[1], taken)
         if self.of_videos:
             mean, std = (
                 torch.tensor(vae.config[name], device=x.device).view(-1, 1, 1, 1)
@@ -262,6 +264,10 @@ class PipelineAdapter(ABC):
                 self.cache.save(self.embedding_name(prompt), row)
         row_of_each: list[Row] = [rows[prompt] for prompt in prompts]  # type: ignore[misc]  # all are filled in by now
         stacked = {name: value.to(self.device) for name, value in stack_rows(row_of_each).items()}
+        for name, key in (("prompt_embeds", self.text_width), ("pooled", "pooled_projection_dim")):
+            if name in stacked:
+                of_encoders = f"embeddings ({name}) of its text encoders"
+                self._check_fit(of_encoders, stacked[name].shape[-1], self.transformer.config.get(key))
         dtype = self.transformer.dtype
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in stacked.items()}
 
@@ -281,6 +287,14 @@ class PipelineAdapter(ABC):
         """Return the settings, besides the text encoders, that the embedding of every prompt depends on."""
         dtypes = {name: str(self.dtypes.get(name, self.dtypes["default"])) for name in self.encoders}
         return {"length": self.max_sequence_length, "variant": self.variant, "dtypes": dtypes}
+
+    def _check_fit(self, name: str, width: int, taken: int | None) -> None:
+        """Raise UserError if what one part of the pipeline makes is not as wide as the next part takes it."""
+        if taken not in (None, width):
+            raise UserError(
+                f"model.pretrained={self.pretrained} is invalid: the {name} are {width} wide, and the part that reads "
+                f"them takes {taken}, so they are of two models. Download or save the pipeline again, whole."
+            )
 
     @torch.no_grad()
     def _encode_rows(self, prompts: list[Prompt]) -> list[Row]:

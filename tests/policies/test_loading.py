@@ -132,6 +132,26 @@ def test_missing_component_folder_is_not_looked_for_on_the_hub(
     assert hosts == []
 
 
+@pytest.mark.parametrize(
+    ("part", "key", "rule"),
+    [
+        ("vae", "latent_channels", "the latents of its transformer are 8 wide, and the part that reads them takes 4"),
+        ("text_encoder_2", "d_model", "the embeddings .prompt_embeds. of its text encoders are 4 wide"),
+        ("text_encoder", "hidden_size", "the embeddings .pooled. of its text encoders are 4 wide"),
+    ],
+)
+def test_parts_of_two_models_are_an_error(copied: Path, part: str, key: str, rule: str) -> None:
+    cls = type(FluxPipeline.from_pretrained(copied).components[part])
+    config = json.loads((copied / part / "config.json").read_text()) | {key: 4}
+    shutil.rmtree(copied / part)
+    other = cls.from_config(config) if part == "vae" else cls(cls.config_class(**config))
+    other.save_pretrained(copied / part)
+    model = load_nano("flux1", str(copied))
+    with pytest.raises(UserError, match=f"model.pretrained={copied} is invalid: {rule}"):
+        model.encode(prompts_of(PROMPTS))
+        model.decode(model.noise(torch.tensor([0])))
+
+
 def test_every_architecture_loads_with_every_component_and_no_other(architecture: str, folder: str) -> None:
     pipeline = load_pipeline(model_class(architecture).pipeline_class, folder)
     index = json.loads((Path(folder) / INDEX).read_text())
