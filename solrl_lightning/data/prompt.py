@@ -1,7 +1,11 @@
 """A prompt: its text, and what its row in the source has beside it. Imports no torch."""
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 INPUT_IMAGE = "input_image"
@@ -20,13 +24,24 @@ class Prompt:
 
     @property
     def identity(self) -> str:
-        """Return the text, with the name of the image if there is one: what seeds and cached embeddings depend on."""
+        """Return the text, with the name of the image if there is one: what seeds depend on."""
         return self.text if self.image is None else f"{self.text} [image: {self.image}]"
 
     @property
     def input_image(self) -> str | None:
         """Return the path of the input image."""
         return None if self.image is None else self.metadata[INPUT_IMAGE]
+
+    @cached_property
+    def image_digest(self) -> str | None:
+        """Return the SHA-256 digest of the input image's file."""
+        return None if self.image is None else hashlib.sha256(Path(self.metadata[INPUT_IMAGE]).read_bytes()).hexdigest()
+
+    @property
+    def content(self) -> str:
+        """Return the identity with what models and rewards read beside it: equal ones have equal samples and scores."""
+        read = {**self.metadata, INPUT_IMAGE: self.image_digest} if self.image else self.metadata
+        return f"{self.identity} {json.dumps(read)}" if read else self.identity
 
 
 def identities(prompts: Iterable[Prompt]) -> list[str]:

@@ -4,9 +4,6 @@ The square in the middle of the input image has the resolution of the output. It
 ones; the velocity is that of the noisy ones.
 """
 
-import hashlib
-from pathlib import Path
-
 import torch
 from diffusers import QwenImageEditPipeline
 from PIL.Image import Image
@@ -49,8 +46,7 @@ class QwenImageEdit(QwenImage):
         return super().embedding_settings() | {"pixels": self.resolution, "guided": self.guidance_scale != 1}
 
     def embedding_name(self, prompt: Prompt) -> str:
-        content = hashlib.sha256(Path(_file(prompt)).read_bytes()).hexdigest()
-        return f"{prompt.text} {content}"
+        return f"{prompt.text} {prompt.image_digest}"
 
     def encode_unconditional(self) -> Conditioning:
         """Return nothing: the embedding of the empty prompt depends on the image, so it is a part of ``encode``."""

@@ -195,12 +195,12 @@ def _check_state(
 def check_training_prompts(cfg: Run, prompts: Sequence[Prompt], checkpoint: dict[str, Any]) -> None:
     """Raise UserError if the run that resumes in its folder has other training prompts than the checkpoint's.
 
-    An older checkpoint has no record of them.
+    An older checkpoint has no record of them, or one of their identities alone.
     """
     recorded = loop_state(checkpoint).get("training_prompts")
-    if recorded not in (None, digest(identities(prompts))):
+    if recorded not in (None, digest([prompt.content for prompt in prompts]), digest(identities(prompts))):
         raise UserError(
-            f"data.train={cfg.data.train} is invalid: its prompts without those of data.eval={cfg.data.eval} are not "
-            f"the ones that the run in {cfg.run_dir} was trained on, so it could not be repeated. Restore them, or "
-            f"start a new folder from that state: ckpt={cfg.ckpt} hydra.run.dir=<folder>."
+            f"data.train={cfg.data.train} is invalid: its prompts without those of data.eval={cfg.data.eval}, or their "
+            f"metadata or images, are not the ones that the run in {cfg.run_dir} was trained on, so it could not be "
+            f"repeated. Restore them, or start a new folder from that state: ckpt={cfg.ckpt} hydra.run.dir=<folder>."
         )

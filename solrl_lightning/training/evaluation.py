@@ -95,7 +95,7 @@ class Evaluation:
         """Digest of what is measured: held-out prompts, their sampling, and the rewards with weights."""
         frames = () if self.rewards.frames is None else (self.rewards.frames,)
         sampling = self.solver, self.steps, self.images, *frames
-        return digest(identities(self.prompts), sampling, self.columns, dict(self.rewards.weights))
+        return digest([prompt.content for prompt in self.prompts], sampling, self.columns, dict(self.rewards.weights))
 
     @property
     def digest_with_noise(self) -> str:

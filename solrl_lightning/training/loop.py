@@ -315,7 +315,7 @@ class ExploreTrainLoop(_FitLoop):
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = {"iterations_done": self.iterations_done, "stopped": self.trainer.should_stop}
-        prompts = {"training_prompts": digest(identities(self.schedule.prompts))}
+        prompts = {"training_prompts": digest([prompt.content for prompt in self.schedule.prompts])}
         threads = {"threads": torch.get_num_threads()}
         return super().on_save_checkpoint() | state | prompts | threads | self.cost()
 

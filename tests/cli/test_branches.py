@@ -173,16 +173,17 @@ def test_run_that_resumes_with_other_held_out_prompts_begins_its_evaluations_ane
 
 
 def test_edited_training_prompts_are_an_error_in_the_run_s_folder_only(command: Command, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(train_captions()[:3]))
+    prompts, rows = tmp_path / "prompts.jsonl", [{"prompt": text, "tag": "a"} for text in train_captions()[:3]]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
     assert command(*SMALL, f"data.train={prompts}", "iterations=1", "hydra.run.dir=run").status == 0
     before = (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes()
-    prompts.write_text("\n".join([*train_captions()[:2], train_captions()[3]]))
-    _unique_prompts.cache_clear()  # as in a new process
-    done = command("ckpt=last", "iterations=2", "hydra.run.dir=run")
-    assert done.status == 2
-    line = the_line(done.err)
-    assert f"data.train={prompts} is invalid: " in line and "hydra.run.dir=<folder>" in line
+    for edit in ({"prompt": train_captions()[3]}, {"tag": "b"}):
+        prompts.write_text("\n".join(map(json.dumps, [*rows[:2], rows[2] | edit])))
+        _unique_prompts.cache_clear()  # as in a new process
+        done = command("ckpt=last", "iterations=2", "hydra.run.dir=run")
+        assert done.status == 2
+        line = the_line(done.err)
+        assert f"data.train={prompts} is invalid: " in line and "hydra.run.dir=<folder>" in line
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes() == before
     branch = command("ckpt=run/checkpoints/last.ckpt", "iterations=2", "hydra.run.dir=branch")
     assert branch.status == 0, branch.err

@@ -1,6 +1,7 @@
 """Prompts with input images: what their rows name, and errors of one line."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,20 @@ def test_instruction_for_two_images_is_two_prompts(folder: Path, monkeypatch: py
     assert (sets.train, sets.eval) == (prompts[1:], prompts[:1])  # the same text with another image is not held out
     monkeypatch.chdir(folder)
     assert read_prompt_sets("train.jsonl", None, with_images=True).train[1].input_image == file
+
+
+def test_the_content_of_a_prompt_is_that_of_its_picture_and_its_metadata(folder: Path) -> None:
+    def content(copy: str, colour: str, **more: Any) -> str:
+        shutil.copytree(folder, folder / copy, ignore=shutil.ignore_patterns("?"))
+        Image.new("RGB", (6, 4), colour).save(folder / copy / "red.png")
+        row = {"prompt": "make it green", "image": "red.png", **more}
+        (prompt,) = read_prompts(write(folder / copy / "train.jsonl", row), with_images=True)
+        return prompt.content
+
+    same = content("a", "red")
+    assert content("b", "red") == same != content("c", "lime")
+    assert content("d", "red", tag="edit") != same
+    assert Prompt("make it green").content == "make it green"
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,9 @@ def test_short_evaluations_one_after_the_other_are_not_one_long_one(
 def test_evaluations_with_other_noise_measure_the_same_and_do_not_compare() -> None:
     rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
     one, other, longer = (
-        Evaluation([Prompt("a red circle")], rewards, "euler", steps, 2, seed)
+        Evaluation([Prompt("a red circle", {"count": 1})], rewards, "euler", steps, 2, seed)
         for steps, seed in ((4, 7), (4, 8), (5, 7))
     )
     assert one.digest == other.digest != longer.digest
     assert len({each.digest_with_noise for each in (one, other, longer)}) == 3
+    assert Evaluation([Prompt("a red circle", {"count": 2})], rewards, "euler", 4, 2, 7).digest != one.digest
