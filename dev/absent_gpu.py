@@ -1,8 +1,9 @@
 """Stands in for a GPU of any compute capability, so that Inductor generates its code on a machine without a driver.
 
-Import it before anything else asks for CUDA, in a process of its own: it replaces functions of torch 2.15 and of its
-Triton. ``use`` sets the capability; ``compiler`` is a backend of torch.compile that appends the code of each graph,
-forward and backward, to ``codes`` and runs nothing. Models are on ``meta``, because autograd asks the driver for a GPU.
+Import it before anything else asks for CUDA, in a process of its own: it replaces functions of torch 2.11 to 2.15 and
+of their Triton. ``use`` sets the capability; ``compiler`` is a backend of torch.compile that appends the code of each
+graph, forward and backward, to ``codes`` and runs nothing. Models are on ``meta``, because autograd asks the driver for
+a GPU.
 """
 
 import collections
@@ -183,6 +184,8 @@ def _install() -> None:
         setattr(internals, name, partial(_answer, 0))
     internals._cuda_setDevice = partial(_answer, None)
     internals._cuda_isCurrentStreamCapturing = cuda.graphs._cuda_isCurrentStreamCapturing = partial(_answer, False)
+    fake_tensor: Any = torch._subclasses.fake_tensor
+    fake_tensor.init_gpu_context = partial(_answer, None)  # of torch 2.11
     accelerator: Any = torch.accelerator
     accelerator.current_stream = partial(_answer, stream)
     accelerator.current_device_index = accelerator._utils._get_device_index = partial(_answer, 0)

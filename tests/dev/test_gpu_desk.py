@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "dev" / "gpu_desk.py"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.__version__.startswith("2.15"), reason="it replaces functions of torch 2.15")
+@pytest.mark.skipif(torch.__version__ >= "2.16", reason="it replaces functions of torch 2.11 to 2.15")
 def test_blocks_compile_for_absent_gpus(tmp_path: Path) -> None:
     rows = ["qwen_image:nvfp4:10.0"]  # the quickest
     command = [sys.executable, str(SCRIPT), *rows]
