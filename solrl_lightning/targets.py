@@ -181,4 +181,4 @@ def _checked(annotation: Any) -> Any:
     if origin in (Union, UnionType) and len(arguments) == 2 and NoneType in arguments:
         kind = _checked(next(each for each in arguments if each is not NoneType))
         return Any if kind is Any else kind | None
-    return annotation if annotation in _PLAIN or origin in (Annotated, Literal, list) else Any
+    return annotation if annotation in _PLAIN or origin in (Annotated, Literal, list, dict) else Any

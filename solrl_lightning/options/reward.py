@@ -58,8 +58,9 @@ class Reward(Group):
         """The hub ids and paths of the rewards by key, with ``pretrained`` in place of the one that it overrides."""
         files = {"reward.pretrained": self.pretrained} if self.pretrained else {}
         for name, member in self.entries.items():
-            parts = [part for part in REWARD_FILES if part in member and (part != "pretrained" or not self.pretrained)]
-            files |= {f"reward.{name}.{part}": member[part] for part in parts}
+            parts = [part for part in REWARD_FILES if part != "pretrained" or not self.pretrained]
+            texts = {part: member[part] for part in parts if isinstance(member.get(part), str)}  # others name no file
+            files |= {f"reward.{name}.{part}": text for part, text in texts.items()}
         return files
 
     @property

@@ -238,14 +238,19 @@ def test_error_of_a_wrong_file_names_the_fault(tmp_path: Path, text: str, messag
         options_of(tree.compose(["family=mine", "family.pool=96"] if "pool" in text else ["family=mine"]), "run")
 
 
-def capped(cap: Positive) -> None:
-    """A function of a user's own, whose argument has no default."""
+def capped(cap: Positive, weights: dict[str, float] | None = None) -> None:
+    """A function of a user's own, one of whose arguments has no default."""
 
 
-def test_value_of_a_class_of_one_s_own_without_a_default_is_to_be_corrected() -> None:
-    node = {"_target_": f"{__name__}.capped", "cap": -1.0}
-    with pytest.raises(UserError, match=r"objective.cap=-1.0 is invalid: .* above 0\. Correct it\.$"):
-        check_arguments("objective", node)
+def test_value_of_a_class_of_one_s_own_must_have_the_annotated_type() -> None:
+    node = {"_target_": f"{__name__}.capped", "cap": 1.0}
+    check_arguments("objective", node | {"weights": {"red": 1.0}})
+    for key, value, message in (
+        ("cap", -1.0, r"objective.cap=-1.0 is invalid: .* above 0\. Correct it\.$"),  # it has no default
+        ("weights", {"red": "high"}, "objective.weights.red=high is invalid: it must be a number"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_arguments("objective", node | {key: value})
 
 
 def test_model_file_may_have_more_keys(tmp_path: Path) -> None:
