@@ -165,25 +165,36 @@ def _srun() -> bool:
     return _number("SLURM_NTASKS") > 0 and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
-@cache
-def renew_store() -> object:
-    """Make a new store for ranks that torchrun has started again; return it in rank 0, which holds it, else None.
+_expired: list[object] = []  # stores of the jobs that have ended in this process
 
-    PyTorch 2.15 reuses torchrun's store, which still has the addresses of the killed ranks: the first rank that starts
-    reads them as the addresses of its peers, and fails to connect.
+
+@cache  # `expire_store` clears it
+def renew_store() -> object:
+    """Make a new store for ranks that torchrun has started again, or that have run another job of a sweep.
+
+    Return it in rank 0, which holds it, else None. PyTorch 2.15 reuses torchrun's store, which still has the addresses
+    of the killed ranks, or of the other job: the first rank that starts reads them as the addresses of its peers, and
+    fails to connect.
     """
-    if not _torchrun() or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if not _torchrun() or (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and not _expired):
         return None
     from torch.distributed import TCPStore
 
-    of_restart, address = _store_of_torchrun(), os.environ["MASTER_ADDR"]
+    of_restart, address, key = _store_of_torchrun(), os.environ["MASTER_ADDR"], f"port/{len(_expired)}"
     renewed = TCPStore(address, 0, is_master=True, multi_tenant=True) if is_first() else None
     if renewed is not None:
-        of_restart.set("port", str(renewed.port))
-    os.environ |= {"MASTER_PORT": of_restart.get("port").decode(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        of_restart.set(key, str(renewed.port))
+    os.environ |= {"MASTER_PORT": of_restart.get(key).decode(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     return renewed
 
 
+def expire_store() -> None:
+    """Let the next job have a new store; rank 0 keeps the old one for those that have not left it."""
+    _expired.append(renew_store())
+    renew_store.cache_clear()
+
+
+@cache  # `renew_store` changes the address in the environment
 def _store_of_torchrun() -> "Store":
     """Return the part that belongs to this start of the ranks."""
     from torch.distributed import PrefixStore, TCPStore  # here: only ranks of torchrun need it

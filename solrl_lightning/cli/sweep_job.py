@@ -15,7 +15,7 @@ from omegaconf import open_dict, read_write
 import solrl_lightning
 from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.cli.config import as_written, own_sources, searched
-from solrl_lightning.cli.launch import is_first
+from solrl_lightning.cli.launch import expire_store, is_first
 
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -47,3 +47,4 @@ def isolated_sweep_job(folder: Path) -> Iterator[None]:
             os.environ.pop(name, None)
         if distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()
+            expire_store()

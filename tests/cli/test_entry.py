@@ -28,11 +28,13 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 from small_runs import SMALL, Command, files_of
 from take_away import POINTER
+from torch.distributed import TCPStore
 
 import solrl_lightning
 from solrl_lightning.__main__ import main
 from solrl_lightning.artifacts.run_folder import claimed, run_of
 from solrl_lightning.build import with_option
+from solrl_lightning.cli import launch
 from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.cli.launch import check_launched, check_world, is_first
 from solrl_lightning.cli.resume import recorded_contents, resume
@@ -780,6 +782,25 @@ def test_further_ranks_join_the_run_of_the_first_and_write_no_record(
         assert command(*of_first_rank, f'hydra.run.dir="{folder}"', "hydra.output_subdir=null").status == 0
         assert {file: file.stat().st_mtime_ns for file in (folder / ".hydra").rglob("*")} == written
     assert (config(folder)["iterations"], config(folder)["seed"]) == (7, 5)
+
+
+def test_each_job_of_a_sweep_by_torchrun_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = TCPStore("127.0.0.1", 0, is_master=True)
+    address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(agent.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    set_all(monkeypatch, TORCHRUN | address | {"RANK": "0"})
+    monkeypatch.setattr(launch, "_expired", [])
+    ports = []
+    try:
+        for _ in range(3):
+            launch.renew_store()
+            ports.append(int(os.environ["MASTER_PORT"]))
+            TCPStore("127.0.0.1", ports[-1], is_master=False).set("address", str(ports))
+            launch.expire_store()
+    finally:
+        launch.renew_store.cache_clear()
+        launch._store_of_torchrun.cache_clear()
+    assert ports[0] == agent.port and len(set(ports)) == 3
+    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 
 
 SRUN = dict(SLURM_JOB_ID="4711", SLURM_STEP_ID="0", SLURM_JOB_NAME="train", SLURM_LOCALID="0")
