@@ -247,10 +247,11 @@ class Run(Group):
         if monitor is not None and monitor not in names:
             rule = f"it must be one of the run's rewards, {', '.join(names)}, or null."
             raise Broken(rule, "callbacks.best.monitor")
-        last, folder = self.callback("checkpoint"), f"{self.run_dir}/checkpoints"
-        if last and last.get("dirpath") != folder:
-            fix = "For other checkpoints set callbacks.periodic.every=<iterations>."
-            raise Broken(f"it must be {folder}, as ckpt=last reads from it.", "callbacks.checkpoint.dirpath", fix)
+        folder = f"{self.run_dir}/checkpoints"
+        for name, reader in (("checkpoint", "ckpt=last"), ("best", "ckpt=best")):
+            if self.callback(name).get("dirpath", folder) != folder:
+                fix = "For other checkpoints set callbacks.periodic.every=<iterations>."
+                raise Broken(f"it must be {folder}, as {reader} reads from it.", f"callbacks.{name}.dirpath", fix)
 
     def check_exploration(self) -> None:
         if self.family.explore is not None:

@@ -126,6 +126,7 @@ model=wan model.num_frames=32 | model.num_frames=32 is invalid: it must be 1 mor
 model=wan model.frames=34 | a video has model.num_frames=33. Set model.frames=all.
 model=wan model.frames=last | it must be first, middle, all, or a whole number
 callbacks.checkpoint.dirpath=x  | checkpoints, as ckpt=last reads from it
+callbacks.best.dirpath=x        | checkpoints, as ckpt=best reads from it
 family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:2,keep:48},
 family=race family.explore.rungs=[{step:2}] | family.explore.rungs.0.keep is missing
 family=race family.explore.rungs=[{keep:24}] | rungs.0={keep:24} is invalid: it must have a step or below, a noise

@@ -84,5 +84,5 @@ def test_random_weights_and_the_embedded_model_need_no_files(compose: Compose) -
     assert run_files(flux) == {"model.pretrained": "black-forest-labs/FLUX.1-dev"} | flux.reward.files
     assert flux.reward.files["reward.pretrained"] == "mine/own"
     assert "reward.pickscore.processor" in flux.reward.files
-    mine = compose("+reward.mine={_target_:mine.Reward,weight:1,head:{_target_:mine.Head},pretrained:null,detector:a/b}")
+    mine = compose("+reward.mine={_target_:mine.Reward,weight:1,head:{_target_:a.Head},pretrained:null,detector:a/b}")
     assert mine.reward.files == {"reward.mine.detector": "a/b"}  # of the names of files, what is a text
