@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 
 from solrl_lightning.__main__ import main
 from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.cli.sweep_job import RANK_VARIABLES
 from solrl_lightning.options.run import Run
 from solrl_lightning.study.drawing import draw_chart
 
@@ -72,6 +73,15 @@ def runs_are_recorded_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def a_test_leaves_no_ranks() -> Iterator[None]:
+    """Lightning leaves the variables of its ranks in the environment, where a later test would be one of them."""
+    before = os.environ.keys() & RANK_VARIABLES
+    yield
+    for name in RANK_VARIABLES - before:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")

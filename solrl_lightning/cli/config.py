@@ -152,6 +152,9 @@ class ConfigTree:
             return f"Cannot read {argument!r}: an option is written key=value.{did_you_mean(homes)}"
         if not argument.isprintable():
             return f"Cannot read {argument!r}: it has characters that cannot be printed. Leave them out."
+        bare = re.sub(r"""(["'])(\w+)\1\s*:\s*""", r"\2:", argument)
+        if bare != argument and self._reads(bare):
+            return f"Cannot read {argument!r}: keys of a mapping have no quotes here. Write {shlex.quote(bare)}."
         texts = [text.strip().strip("'\"") for text in (value.strip("[]").split(",") if value[:1] == "[" else [value])]
         quoted = ",".join('"{}"'.format(os.path.expanduser(text).replace('"', '\\"')) for text in texts)
         fix = shlex.quote(f"{key}=[{quoted}]" if value[:1] == "[" else f"{key}={quoted}")

@@ -17,7 +17,7 @@ from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.cli.config import as_written, own_sources, searched
 from solrl_lightning.cli.launch import expire_store, is_first
 
-_RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def isolated_sweep_job(folder: Path) -> Iterator[None]:
         solrl_lightning.BEGAN = time.perf_counter()  # of the next job in this process
         program.__spec__ = spec
         sys.argv[1:] = arguments
-        for name in _RANK_VARIABLES - environment.keys():
+        for name in RANK_VARIABLES - environment.keys():
             os.environ.pop(name, None)
         if distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()

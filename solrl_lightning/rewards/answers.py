@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from solrl_lightning.options.rules import must_be
+from solrl_lightning.options.rules import HERE, must_be
 
 LEAST = 1e-3
 """Probability of all answers together; below it the first word is another one, such as <think>."""
@@ -43,8 +43,13 @@ def _are_answers(value: Any) -> bool:
     )
 
 
+_IN_A_FILE = 'in a file, where yes, no and numbers need quotes, write {"yes": 1, "no": 0}'
 Answers = Annotated[
     dict[str, float],
-    must_be("two or more answers with numbers that differ, as in {yes:1,no:0}, and not only in case", _are_answers),
+    must_be(
+        "two or more texts that differ not only in case, with numbers that differ",
+        _are_answers,
+        f"Set {HERE}={{good:1,bad:0}}; {_IN_A_FILE}.",
+    ),
 ]
 """Value of each answer of a judge."""

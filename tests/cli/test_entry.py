@@ -333,6 +333,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("'data.train=\u201ca b.txt\u201d'", "a word processor. Write 'data.train=\"a b.txt\"'.\n"),
         ("\u2013m seed=1,2", "its dashes are those of a word processor. Write -m.\n"),
         ("\u2014help", "its dashes are those of a word processor. Write --help.\n"),
+        ('"task.cost={\\"explore\\": 0.25}"', "have no quotes here. Write 'task.cost={explore:0.25}'."),
         ("hydra.run.dir=~/a", f"needs quotes that survive the shell: 'hydra.run.dir=\"{Path.home()}/a\"'."),
         ('"task.prompts=[it\'s]"', 'A text with "\'" needs quotes'),
         ("-m family=sol_rl, prefix", "the shell has split it at a space. Write family=sol_rl,prefix."),
