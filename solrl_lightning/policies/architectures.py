@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import local_torch_dtype
 
+from solrl_lightning.artifacts.complete import check_json
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX, config_folder
 from solrl_lightning.policies.loading import check_class
@@ -62,15 +63,25 @@ def find_architecture(pretrained: str, pipeline_class: type[diffusers.DiffusionP
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Return the architecture that a diffusers pipeline folder describes in its config files."""
+    """Return the architecture that a diffusers pipeline folder describes in its config files.
+
+    Raises:
+        UserError: a file is absent or damaged.
+    """
     index = json.loads((folder / INDEX).read_text())
     components = {}
     for name, entry in index.items():
         files = (folder / name / "config.json", folder / name / "scheduler_config.json")
         file = next((file for file in files if file.is_file()), None)
         if file is not None and not name.startswith("tokenizer"):
+            check_json("model.pretrained", str(folder), file)
             library, cls = entry
             components[name] = Component(library, cls, json.loads(file.read_text()))
+    if lacking := [name for name in ("transformer", "vae", "scheduler") if name not in components]:
+        raise UserError(
+            f"model.pretrained={folder} is invalid: a pipeline folder has config files of all its parts, and this one "
+            f"has none of {' and '.join(lacking)}. Download or save the pipeline again, whole."
+        )
     return Architecture(str(folder), index["_class_name"], components)
 
 

@@ -1,5 +1,6 @@
 """Shipped architectures against published sizes, and pipelines with random weights."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,16 @@ def test_architecture_is_that_of_the_hub_id_or_of_the_folder(nano_folder: str) -
     assert medium.components == shipped(SD3_LARGE) | transformer != shipped(SD3_LARGE)
     nano = find_architecture(nano_folder, Flux1.pipeline_class)
     assert nano.name == nano_folder and nano.components["transformer"].config["in_channels"] == 32
+
+
+@pytest.mark.parametrize("part", ["transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json"])
+def test_incomplete_folder_raises(nano_folder: str, tmp_path: Path, part: str) -> None:
+    folder = Path(shutil.copytree(nano_folder, tmp_path / "copy"))
+    for text in ("", "[]", None):
+        (folder / part).write_text(text) if text is not None else (folder / part).unlink()
+        damaged = "must be a JSON object" if text is not None else f"has none of {part.partition('/')[0]}"
+        with pytest.raises(UserError, match=f"{damaged}.* again, whole"):
+            find_architecture(str(folder), Flux1.pipeline_class)
 
 
 def test_unknown_hub_id_raises() -> None:
