@@ -38,7 +38,7 @@ from solrl_lightning.artifacts.run_folder import (
     remember,
     remove_unused,
 )
-from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices, resolvable
+from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, as_written, check_choices, resolvable
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks_here
 from solrl_lightning.cli.resume import (
@@ -307,9 +307,10 @@ def _jobs(
     tree: ConfigTree, composed: list[DictConfig], options_of: "Callable[[DictConfig, str], Run]"
 ) -> "dict[str, Run]":
     """Return the valid options of every run of a sweep, by the overrides that only this run has."""
-    common = set.intersection(*(set(cfg.hydra.overrides.task) for cfg in composed))
+    lines = [as_written(cfg.hydra.overrides.task) for cfg in composed]
+    common = set.intersection(*map(set, lines))
     jobs = {}
-    for cfg in composed:
+    for cfg, of_job in zip(composed, lines, strict=True):
         check_choices(cfg)
         home = cfg.hydra.sweep if tree.sweeps else cfg.hydra.run
         check_launched(OmegaConf.to_yaml(home), OmegaConf.select(cfg, "trainer.num_nodes"))
@@ -328,7 +329,7 @@ def _jobs(
             raise UserError(f"{key}={folder} is invalid: Hydra would make a folder ~ here. Write {full}.")
         if Path(folder) == Path():
             raise UserError(f"{key}={folder} is invalid: runs need a folder of their own. Name one, or leave it out.")
-        overrides = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
+        overrides = " ".join(override for override in of_job if override not in common)
         if overrides in jobs:
             raise UserError(f"The sweep has the run {overrides or 'of all its values'} twice. Give each value once.")
         with _named(overrides):

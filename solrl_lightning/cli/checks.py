@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.artifacts.finished_runs import finished_runs
-from solrl_lightning.cli.config import without_hydra
+from solrl_lightning.cli.config import as_written, without_hydra
 from solrl_lightning.cli.hub import check_push
 from solrl_lightning.data.sources import check_source
 from solrl_lightning.errors import UserError
@@ -34,7 +34,7 @@ def options_of(cfg: DictConfig, run_dir: str) -> Run:
     check_callbacks(cfg)  # first: what an experiment sets of a callback that is left out has no class
     with without_hydra(cfg, run_dir) as application:
         options = Run.of(application)
-    check_overrides(options, cfg.hydra.overrides.task)
+    check_overrides(options, as_written(cfg.hydra.overrides.task))
     check_paths(options)
     return options
 
@@ -45,7 +45,7 @@ def check_callbacks(cfg: DictConfig) -> None:
     if not missing or cfg.task.get("_target_") != _TRAIN:  # a task of the user's own has callbacks of its own
         return
     key = re.compile(rf"[~+]*callbacks(\.({'|'.join(missing)}))?(=|$)")
-    culprits = " ".join(filter(key.match, cfg.hydra.overrides.task)) or "callbacks in a file of your own"
+    culprits = " ".join(filter(key.match, as_written(cfg.hydra.overrides.task))) or "callbacks in a file of your own"
     raise UserError(
         f"{culprits} is invalid: training needs the callbacks {', '.join(_NEEDED_CALLBACKS)}, and this leaves out "
         f"{', '.join(missing)}. Add callbacks with callbacks=[default,<name>], remove another one with "

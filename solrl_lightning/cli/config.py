@@ -342,6 +342,7 @@ def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
 @contextmanager
 def without_hydra(cfg: DictConfig, run_dir: str | Path) -> Iterator[DictConfig]:
     """Return the same configuration while it can be resolved."""
+    cfg.hydra.runtime.output_dir = str(run_dir)  # as in the job
     with resolvable(cfg):
         application = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
         application.run_dir = str(run_dir)

@@ -285,7 +285,8 @@ def _check_resumable(
     """
     recorded = read_record(folder / RECORD / "config.yaml", DictConfig, "seed")
     current = tree.compose([line for line in lines if not tree.parse([line])[0].is_sweep_override()])
-    before, now = _fixed_values(recorded, folder), _fixed_values(current, folder)
+    with resolvable(current):
+        before, now = _fixed_values(recorded, folder), _fixed_values(current, folder)
     suspects = [o for o in overrides if not is_subkey(_dotted(o), *RESUMABLE_KEYS)]
     added = [key for key in now.keys() - before.keys() if is_subkey(key, *map(_dotted, suspects))]
     both = [key for key in now if key in before]
@@ -320,7 +321,7 @@ def _fixed_values(cfg: DictConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.run_dir = str(folder)
-        for key in ("hydra", "callbacks", "logger", "task"):  # whose interpolations need Hydra
+        for key in ("hydra", "callbacks", "logger", "task"):  # all of whose keys may change
             cfg.pop(key, None)
     written, resolved = (leaves(OmegaConf.to_container(cfg, resolve=resolve)) for resolve in (False, True))
     return {k: (written.get(k), resolved[k]) for k in sorted(resolved) if not is_subkey(k, "run_dir", *RESUMABLE_KEYS)}

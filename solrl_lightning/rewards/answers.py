@@ -12,9 +12,9 @@ LEAST = 1e-3
 """Probability of all answers together; below it the first word is another one, such as <think>."""
 
 
-def normal(answer: str) -> str:
+def normal(answer: str | int) -> str:
     """Return an answer without case, width and a final dot; a number in its shortest form, as "4" for "4.0"."""
-    word = unicodedata.normalize("NFKC", answer).casefold().strip().rstrip(".")
+    word = unicodedata.normalize("NFKC", str(answer)).casefold().strip().rstrip(".")
     return f"{float(word):.15g}" if re.fullmatch(r"[+-]?[0-9]+\.[0-9]+", word) else word
 
 
@@ -35,7 +35,7 @@ def _are_answers(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and all(
-            isinstance(word, str) and word and type(mark) in (int, float) and math.isfinite(mark)
+            type(word) in (str, int) and word != "" and type(mark) in (int, float) and math.isfinite(mark)
             for word, mark in value.items()
         )
         and len({float(mark) for mark in value.values()}) > 1
@@ -43,13 +43,12 @@ def _are_answers(value: Any) -> bool:
     )
 
 
-_IN_A_FILE = 'in a file, where yes, no and numbers need quotes, write {"yes": 1, "no": 0}'
 Answers = Annotated[
-    dict[str, float],
+    dict[str | int, float],
     must_be(
-        "two or more texts that differ not only in case, with numbers that differ",
+        "two or more texts or whole numbers that differ not only in case, with numbers that differ",
         _are_answers,
-        f"Set {HERE}={{good:1,bad:0}}; {_IN_A_FILE}.",
+        f'Set {HERE}={{good:1,bad:0}}; in a file, yes and no need quotes: {{"yes": 1, "no": 0}}.',
     ),
 ]
 """Value of each answer of a judge."""

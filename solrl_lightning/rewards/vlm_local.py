@@ -6,7 +6,7 @@ equation 1, here without the probability of other tokens).
 Shapes: B images, V tokens of the vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,8 @@ class LocalVLMReward(Reward):
         check_complete(key, pretrained, PreTrainedModel)
         model, _ = load_weights(AutoModelForImageTextToText, key, pretrained, kind, self.dtype)
         self.model: Any = model.eval().requires_grad_(False).to(self.device)
-        self.pretrained, self.answers = pretrained, [*answers]
-        self.tokens = first_tokens(self.processor.tokenizer, answers)
+        self.pretrained, self.answers = pretrained, [*map(str, answers)]
+        self.tokens = first_tokens(self.processor.tokenizer, self.answers)
         self.values = torch.tensor([float(value) for value in answers.values()], device=self.device)
 
     def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
@@ -92,7 +92,7 @@ class LocalVLMReward(Reward):
         return score.masked_fill(total <= LEAST, float("nan"))
 
 
-def first_tokens(tokenizer: Any, answers: Mapping[str, float]) -> list[list[int]]:
+def first_tokens(tokenizer: Any, answers: Sequence[str]) -> list[list[int]]:
     """Return the tokens that each answer can begin with: its spellings, also after a space."""
     tokens = []
     for answer in answers:

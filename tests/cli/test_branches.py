@@ -60,6 +60,14 @@ def test_run_killed_in_its_last_seconds_is_finished_by_the_same_command(forks: F
     assert "nothing to do" in forks.run(tmp_path, *SMALL, *options, *AUTO).output
 
 
+def test_values_of_hydra_are_those_of_the_job_also_in_a_resume(command: Command, tmp_path: Path) -> None:
+    lines = [f"a red {shape} above a blue {other}" for shape in ("circle", "square") for other in ("circle", "square")]
+    (tmp_path / "all.txt").write_text("\n".join(lines))
+    assert command(*SMALL, "iterations=1", "data.train=${hydra:runtime.cwd}/all.txt", "hydra.run.dir=run").status == 0
+    assert command("ckpt=last", "hydra.run.dir=run", "iterations=2").status == 0
+    assert summary(tmp_path / "run")["iterations"] == 2
+
+
 def test_stopped_run_resumes_by_ckpt_last(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = ("callbacks.guard.stop=true", "callbacks.guard.limits.drift=1")
     assert command(*SMALL, *stop, "hydra.run.dir=run").status == 0

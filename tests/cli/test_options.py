@@ -87,9 +87,9 @@ reward.shapes=0.5                | it must have a _target_ and a weight. Set rew
 reward.shapes.weight=null        | 0 for a reward that is only evaluated. Set reward.shapes.weight=1.
 reward=http reward.http.url=ftp://scorer | reward.http.url=ftp://scorer is invalid: it must begin with http:// or
 reward=vlm reward.vlm.url=localhost:8001/v1 | Set reward.vlm.url=http://<host>:<port>/<path>, and
-reward=vlm reward.vlm.answers={yes:1,no:1} | it must be two or more texts that differ not only in case
-reward=vlm ++reward.vlm.answers={yes:1,Yes:0} | it must be two or more texts that differ not only in case, with
-reward=vlm ++reward.vlm.answers={1:1,2:0} | in a file, where yes, no and numbers need quotes
+reward=vlm reward.vlm.answers={yes:1,no:1} | it must be two or more texts or whole numbers that differ not only
+reward=vlm ++reward.vlm.answers={yes:1,Yes:0} | it must be two or more texts or whole numbers that differ
+reward=vlm ++reward.vlm.answers={true:1,false:0} | in a file, yes and no need quotes
 reward.pretrained=x              | it is for one reward that is loaded from files; got shapes. Leave it out.
 reward=[pickscore,hpsv2] reward.pretrained=x/y | Set reward.pickscore.pretrained or reward.hpsv2.pretrained
 reward.shapes.weight=0           | At least one reward needs a weight other than 0

@@ -105,7 +105,7 @@ def test_address_keeps_its_query(server: type[Server], path: str) -> None:
 
 def test_score_of_marks_is_their_expected_value(server: type[Server]) -> None:
     server.choices = [choice("4", **{"4": 0.5, "5": 0.25, "1": 0.25})] * 3
-    marks = {str(mark): (mark - 1) / 4 for mark in range(1, 6)}
+    marks = {mark: (mark - 1) / 4 for mark in range(1, 6)}  # as YAML and the command line have them without quotes
     scores = reward(server, answers=marks)(IMAGES, PROMPTS)
     torch.testing.assert_close(scores, torch.full((3,), 0.5 * 0.75 + 0.25))
 

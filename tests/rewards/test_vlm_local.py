@@ -68,7 +68,7 @@ def test_input_image_of_the_prompt_comes_before_the_image(qwen2vl: str, tmp_path
 
 def test_answers_with_the_same_first_token_raise(qwen2vl: str) -> None:
     with pytest.raises(UserError, match="'1' and '10' begin with the same token, '1'. Use answers that differ"):
-        LocalVLMReward(qwen2vl, QUESTION, {"1": 0.0, "10": 1.0})
+        LocalVLMReward(qwen2vl, QUESTION, {1: 0.0, "10": 1.0})
 
 
 def test_a_model_that_answers_otherwise_is_an_error_before_the_run(qwen2vl: str) -> None:
