@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from os.path import expanduser
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from typing_extensions import TypedDict, is_typeddict
+from typing_extensions import is_typeddict
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import SHADOW, Storage, TrainingSampler
@@ -19,7 +19,6 @@ from solrl_lightning.options.optimizer import Optimizer
 from solrl_lightning.options.precision import Precision
 from solrl_lightning.options.reward import Reward
 from solrl_lightning.options.rules import (
-    NODE,
     UNCHECKED,
     Broken,
     Compile,
@@ -32,9 +31,7 @@ from solrl_lightning.options.rules import (
     Seed,
     explain,
     group_of,
-    is_one,
     is_reference,
-    must_be,
 )
 from solrl_lightning.options.task import AnyTask, Audit, Generate, Plan, Task
 from solrl_lightning.options.trainer import SHARDED, Trainer
@@ -45,13 +42,6 @@ _Task = TypeVar("_Task", bound=Task)
 class Evaluations(Group):
     every: CountOrAuto
     """Iterations between evaluations on held-out prompts."""
-
-
-class Logger(TypedDict, total=False):
-    """Its other arguments do what its class documents."""
-
-    __pydantic_config__ = NODE  # type: ignore[misc]
-    log_model: Annotated[Any, must_be("false, as checkpoints stay in the run's folder", is_one(False))]
 
 
 class Run(Group):
@@ -105,7 +95,7 @@ class Run(Group):
     """Lightning's Trainer."""
     callbacks: dict[str, Node | None] = {}
     """Callbacks by name."""
-    logger: dict[str, Logger | None] = {}
+    logger: dict[str, Any] = {}
     """Loggers by name."""
     run_dir: str
     """The run's folder."""
@@ -242,6 +232,9 @@ class Run(Group):
         if self.trainer.get("default_root_dir") != self.run_dir:
             fix = "Leave it out, and name the folder with hydra.run.dir=<folder>."
             raise Broken("it must be the run's folder.", "trainer.default_root_dir", fix)
+        for name, node in self.logger.items():
+            if isinstance(node, dict) and node.get("log_model"):
+                raise Broken("it must be false, as checkpoints stay in the run's folder.", f"logger.{name}.log_model")
         names = [*self.reward.members, *([self.reward.name] if len(self.reward.members) > 1 else [])]
         monitor = self.callback("best").get("monitor")
         if monitor is not None and monitor not in names:

@@ -184,7 +184,7 @@ def test_command_ends_with_a_killed_proof(forks: Forks, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "alive")  # readable when its writers have ended
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     program = tmp_path / "program"
-    program.write_text("#!/bin/sh\nexec > alive\nsleep 60 &\n: > started\nwait\n")
+    program.write_text("#!/bin/sh\nexec > alive\nsleep 60 &\nsleep 1\n: > started\nwait\n")  # its ender starts after it
     program.chmod(0o700)
     ended = forks.run(tmp_path, str(program), target="sizing/test_proof:run_a_step", kill_at="started")
     assert ended.status == -signal.SIGKILL, ended.output
