@@ -64,7 +64,7 @@ def write_short(architecture: Architecture, folder: Path) -> None:
 
 
 def check_gradients(velocity: Callable[[nn.Module], Tensor], trained: TrainedTransformer) -> Row:
-    """Return the row on the gradients of a trained transformer that is compiled, beside those of its eager code."""
+    """Return the row on the gradients of a compiled transformer against its eager gradients."""
 
     def gradients() -> Tensor:
         with torch.enable_grad(), trained.current() as transformer:
@@ -80,7 +80,7 @@ def check_gradients(velocity: Callable[[nn.Module], Tensor], trained: TrainedTra
     error = (torch.linalg.vector_norm(compiled - eager) / torch.linalg.vector_norm(eager)).item()
     return judged(
         "gradients",
-        f"of compiled training steps: {error:.1e} from those of eager ones, of their norm",
+        f"of compiled training: {error:.1e} of their norm from the eager gradients",
         "compile_training=false, and a report of this with doctor.json",
         {"error": error},
         f"at most {_GRADIENT_ERROR:g}: both have the rounding of BF16",
