@@ -47,3 +47,8 @@ class Prompt:
 def identities(prompts: Iterable[Prompt]) -> list[str]:
     """Return the identity of each prompt."""
     return [prompt.identity for prompt in prompts]
+
+
+def contents(prompts: Iterable[Prompt]) -> list[str]:
+    """Return the content of each prompt."""
+    return [prompt.content for prompt in prompts]

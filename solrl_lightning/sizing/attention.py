@@ -87,7 +87,7 @@ def judge_attention(
 ) -> Row:
     """Return a row: wrong if the chosen kernel is, slow if another one is faster that may be chosen.
 
-    ``seconds`` are those of sampling and training by kernel; errors are relative to the largest output and gradient.
+    ``seconds`` of sampling and training are by kernel; errors are relative to the largest output and gradient.
     """
     parts = [
         f"{what}: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in kernels.items())

@@ -25,7 +25,7 @@ from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.summary import base_and_final
 from solrl_lightning.data.loaders import RankPrompts
-from solrl_lightning.data.prompt import Prompt, identities
+from solrl_lightning.data.prompt import Prompt, contents, identities
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import TRAINED
@@ -198,7 +198,7 @@ def check_training_prompts(cfg: Run, prompts: Sequence[Prompt], checkpoint: dict
     An older checkpoint has no record of them, or one of their identities alone.
     """
     recorded = loop_state(checkpoint).get("training_prompts")
-    if recorded not in (None, digest([prompt.content for prompt in prompts]), digest(identities(prompts))):
+    if recorded not in (None, digest(contents(prompts)), digest(identities(prompts))):
         raise UserError(
             f"data.train={cfg.data.train} is invalid: its prompts without those of data.eval={cfg.data.eval}, or their "
             f"metadata or images, are not the ones that the run in {cfg.run_dir} was trained on, so it could not be "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solrl_lightning.data.prompt import Prompt, identities
+from solrl_lightning.data.prompt import Prompt, contents, identities
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statistics
 from solrl_lightning.names import SolverName
@@ -95,7 +95,7 @@ class Evaluation:
         """Digest of what is measured: held-out prompts, their sampling, and the rewards with weights."""
         frames = () if self.rewards.frames is None else (self.rewards.frames,)
         sampling = self.solver, self.steps, self.images, *frames
-        return digest([prompt.content for prompt in self.prompts], sampling, self.columns, dict(self.rewards.weights))
+        return digest(contents(self.prompts), sampling, self.columns, dict(self.rewards.weights))
 
     @property
     def digest_with_noise(self) -> str:

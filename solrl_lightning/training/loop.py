@@ -21,6 +21,7 @@ changes of them.
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -29,7 +30,7 @@ from lightning.pytorch.loops import _FitLoop
 from torch import Tensor
 
 from solrl_lightning.data.loaders import RolloutLoader
-from solrl_lightning.data.prompt import Prompt, identities
+from solrl_lightning.data.prompt import Prompt, contents, identities
 from solrl_lightning.data.prompts import PromptSchedule, digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import AUTO
@@ -313,9 +314,14 @@ class ExploreTrainLoop(_FitLoop):
         """Return the values that this iteration has logged; only in ``on_train_epoch_end``. Collective."""
         return self._results.metrics(on_step=False)["log"]
 
+    @cached_property
+    def digest_of_prompts(self) -> str:
+        """Return the digest of the training prompts, which every checkpoint has."""
+        return digest(contents(self.schedule.prompts))
+
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = {"iterations_done": self.iterations_done, "stopped": self.trainer.should_stop}
-        prompts = {"training_prompts": digest([prompt.content for prompt in self.schedule.prompts])}
+        prompts = {"training_prompts": self.digest_of_prompts}
         threads = {"threads": torch.get_num_threads()}
         return super().on_save_checkpoint() | state | prompts | threads | self.cost()
 
