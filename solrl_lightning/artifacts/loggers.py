@@ -22,8 +22,7 @@ from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from solrl_lightning.artifacts.files import write_atomically
-from solrl_lightning.errors import UserError
-from solrl_lightning.machine.packages import is_installed
+from solrl_lightning.machine.packages import check_installed
 
 log = logging.getLogger(__name__)
 file_logger = logging.getLogger("solrl_lightning.record")
@@ -82,7 +81,7 @@ class Tracker(Logger):
     @property
     def experiment(self) -> Any:
         if "experiment" not in dir(self.logger):  # no method of Lightning's interface, which asks with hasattr
-            raise AttributeError(f"logger={self.key} has no experiment")
+            return self.__getattr__("experiment")
         return self.attempt(lambda: cast(Any, self.logger).experiment, DummyExperiment())
 
     name = _value("name")
@@ -146,7 +145,7 @@ class WandB(_Iterations, WandbLogger):
     """
 
     def __init__(self, save_dir: str, offline: bool | str, **options: Any) -> None:
-        check_installed("wandb")
+        check_installed("logger=wandb", "wandb")
         keep = not has_wandb_key() if offline == "auto" else bool(offline)
         if keep and offline == "auto":
             log.info(
@@ -190,7 +189,7 @@ class MLflow(_Iterations, MLFlowLogger):
     """
 
     def __init__(self, save_dir: str, tracking_uri: str | None, **options: Any) -> None:
-        check_installed("mlflow")
+        check_installed("logger=mlflow", "mlflow")
         if tracking_uri is None:  # newer versions of MLflow refuse Lightning's default, a folder of files
             folder = Path(save_dir).resolve()
             folder.mkdir(parents=True, exist_ok=True)
@@ -215,14 +214,6 @@ class MLflow(_Iterations, MLFlowLogger):
 
 def _read_id(file: Path) -> str | None:
     return file.read_text() if file.is_file() else None
-
-
-def check_installed(name: str) -> None:
-    if not is_installed(name):
-        raise UserError(
-            f"logger={name} is invalid: the package {name} is not installed. Install it with pip install {name}, or "
-            "leave it out."
-        )
 
 
 def _log_picture(logger: Logger, name: str, picture: Image.Image, step: int) -> None:

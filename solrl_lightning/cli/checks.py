@@ -15,7 +15,7 @@ from solrl_lightning.cli.config import as_written, without_hydra
 from solrl_lightning.cli.hub import check_push
 from solrl_lightning.data.sources import check_source
 from solrl_lightning.errors import UserError
-from solrl_lightning.machine.packages import is_installed
+from solrl_lightning.machine.packages import check_installed
 from solrl_lightning.names import LORA_FILES
 from solrl_lightning.options.reward import GENEVAL, HTTP, VLM
 from solrl_lightning.options.run import Run
@@ -117,8 +117,8 @@ def check_needs(options: Run) -> None:
         check_push(task.push)
     if any(member["_target_"] in (HTTP, VLM) for member in options.reward.members.values()):
         read_token()
-    if options.explores_elsewhere and not is_installed("ray"):
-        raise UserError("explorers=ray needs Ray. Install it: pip install 'solrl-lightning[ray]'.")
+    if options.explores_elsewhere:
+        check_installed("explorers=ray", "ray", of="solrl-lightning[ray]")
     for source in sources(options).values():
         check_source(source)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.machine.packages import is_installed
+from solrl_lightning.machine.packages import check_installed
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
 
 _NF4_MULTIPLE = 64 * 256
@@ -32,8 +32,8 @@ def block_linears(transformer: nn.Module) -> dict[str, nn.Linear]:
 
 def check_storage(storage: str) -> None:
     """Raise ``UserError`` if ``storage`` needs torchao and it is not installed."""
-    if storage != "bfloat16" and not is_installed("torchao"):
-        raise UserError(f"base_weights={storage} is invalid: it needs torchao. Install it: pip install torchao.")
+    if storage != "bfloat16":
+        check_installed(f"base_weights={storage}", "torchao")
 
 
 def store_weights(transformer: nn.Module, storage: str, device: torch.device) -> None:

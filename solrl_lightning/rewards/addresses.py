@@ -7,7 +7,7 @@ import socket
 from collections.abc import Container
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.machine.packages import is_installed
+from solrl_lightning.machine.packages import check_installed
 
 TOKEN = "SOLRL_REWARD_TOKEN"  # environment variable
 _URL = re.compile(r"https?://([^][/?#@:]+|\[[0-9a-f:.]+\])(:\d+)?([/?#]|$)", re.IGNORECASE)
@@ -37,12 +37,7 @@ def check_served(rewards: Container[str], host: str, port: int) -> None:
         raise UserError(
             "reward=http is invalid with task=serve: a server of its own scores that reward. Choose another reward."
         )
-    for package in ("fastapi", "uvicorn"):
-        if not is_installed(package):
-            raise UserError(
-                f"task=serve is invalid: the package {package} is not installed. Install it with "
-                'pip install "solrl-lightning[serve]".'
-            )
+    check_installed("task=serve", "fastapi", "uvicorn", of="solrl-lightning[serve]")
     token = read_token()
     bound(host, 0).close()  # on any port: a misspelt name needs no token
     if not token and not is_loopback(host):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchmetrics.functional.text import edit_distance
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.machine.packages import check_installed
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.preprocessing import eight_bits
 
@@ -39,14 +40,9 @@ class OCR(Reward):
     example = ('a sign that says "open"', {})
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
-        try:
-            import_module("onnxruntime")  # RapidOCR imports it at the first image
-            rapidocr: Any = import_module("rapidocr")
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"reward=ocr is invalid: the package {error.name} is not installed. Install it with pip install "
-                "'solrl-lightning[ocr]'."
-            ) from error
+        # RapidOCR imports onnxruntime at the first image.
+        check_installed("reward=ocr", "onnxruntime", "rapidocr", of="solrl-lightning[ocr]")
+        rapidocr: Any = import_module("rapidocr")
         self.device = torch.device(device)
         self._read = rapidocr.RapidOCR(params=_OPTIONS)
 

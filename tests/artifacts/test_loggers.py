@@ -96,7 +96,7 @@ def test_a_logger_needs_no_experiment(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_mlflow_s_pictures_lie_where_the_option_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("solrl_lightning.artifacts.loggers.is_installed", {"mlflow"}.__contains__)
+    monkeypatch.setattr("solrl_lightning.machine.packages.is_installed", {"mlflow"}.__contains__)
     places: list[str] = []
     monkeypatch.setattr(MLFlowLogger, "__init__", lambda self, **options: places.append(options["artifact_location"]))
     MLflow(str(tmp_path), None)
@@ -114,7 +114,7 @@ def test_mlflow_continues_the_page_of_a_resumed_run_and_tags_what_has_changed(
         get_run=lambda run_id: SimpleNamespace(data=SimpleNamespace(params=params)),
         set_tag=lambda run_id, *tag: events.append(tag),
     )
-    monkeypatch.setattr("solrl_lightning.artifacts.loggers.is_installed", {"mlflow"}.__contains__)
+    monkeypatch.setattr("solrl_lightning.machine.packages.is_installed", {"mlflow"}.__contains__)
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
     monkeypatch.setattr(MLFlowLogger, "log_hyperparams", lambda self, values: events.append(values))
 
