@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.objectives.base import KLObjective, Loss, kl_to, mean_square, means
+from solrl_lightning.objectives.base import KLObjective, Loss, check_given, kl_to, mean_square, means
 from solrl_lightning.options.rules import NotNegative, Positive
 from solrl_lightning.rollout.records import TrainingBatch
 
@@ -88,8 +88,7 @@ def awm_loss(
     Raises:
         ValueError: a velocity is None and its weight is not 0.
     """
-    if old_velocity is None and old_weight != 0:
-        raise ValueError(f"old_weight={old_weight} needs the old policy's velocity; pass it or set old_weight=0")
+    check_given("old policy's velocity", old_velocity, "old_weight", old_weight)
     v = velocity.float()
     level = sigma.double().expand(v.shape[0])
     target = (x_t.double() - x0.double()) / level.view(-1, *[1] * (v.ndim - 1))

@@ -141,11 +141,16 @@ def kl_to(reference_velocity: Tensor | None, velocity: Tensor, kl_weight: float)
     Raises:
         ValueError: `reference_velocity` is None and kl_weight is not 0.
     """
+    check_given("reference velocity", reference_velocity, "kl_weight", kl_weight)
     if reference_velocity is not None:
         return mean_square(velocity - reference_velocity.detach())
-    if kl_weight != 0:
-        raise ValueError(f"kl_weight={kl_weight} needs the reference velocity; pass it or set kl_weight=0")
     return torch.zeros(velocity.shape[0], dtype=torch.float64, device=velocity.device)
+
+
+def check_given(name: str, value: Tensor | None, key: str, weight: float) -> None:
+    """Raise ValueError if ``value`` is None, although ``weight``, of the term that reads it, is not 0."""
+    if value is None and weight != 0:
+        raise ValueError(f"{key}={weight} needs the {name}; pass it or set {key}=0")
 
 
 def means(**terms: Tensor) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.names import OLD
-from solrl_lightning.objectives.base import KLObjective, Loss
+from solrl_lightning.objectives.base import KLObjective, Loss, check_given
 from solrl_lightning.options.rules import Positive
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.sampling import StochasticSolver
@@ -106,8 +106,7 @@ def grpo_loss(
     Raises:
         ValueError: ``reference_mean`` is None and kl_weight is not 0.
     """
-    if reference_mean is None and kl_weight != 0:
-        raise ValueError(f"kl_weight={kl_weight} needs the reference mean; pass it or set kl_weight=0")
+    check_given("reference mean", reference_mean, "kl_weight", kl_weight)
     ratio = (log_prob - old_log_prob.detach()).exp()
     a = advantage.to(ratio).clamp(-advantage_clip, advantage_clip)
     policy = torch.maximum(-a * ratio, -a * ratio.clamp(1 - clip_range, 1 + clip_range))

@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Annotated, Any
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.options.rules import HERE, must_be
 
 LEAST = 1e-3
@@ -18,12 +19,16 @@ def normal(answer: str | int) -> str:
     return f"{float(word):.15g}" if re.fullmatch(r"[+-]?[0-9]+\.[0-9]+", word) else word
 
 
-def unanswered(key: str, model: str, prompt: str, answers: Iterable[str]) -> str:
-    """Return the error about a judge, the reward at ``key``, whose answer to a trial is none of ``answers``."""
-    return (
-        f"{key}.answers is invalid: the model {model}, asked about an image without content and the prompt "
-        f"{prompt!r}, gives none of {', '.join(answers)}. Set {key}.question and {key}.answers to what it answers"
-    )
+def check_answered(
+    score: float, key: str, model: str, prompt: str, answers: Iterable[str], other_fix: str = ""
+) -> None:
+    """Raise UserError for a judge, the reward at ``key``, whose ``score`` in a trial is NaN: it gave no answer."""
+    if math.isnan(score):
+        raise UserError(
+            f"{key}.answers is invalid: the model {model}, asked about an image without content and the prompt "
+            f"{prompt!r}, gives none of {', '.join(answers)}. Set {key}.question and {key}.answers to what it "
+            f"answers{other_fix}."
+        )
 
 
 def spellings(answer: str) -> set[str]:

@@ -4,8 +4,9 @@ import io
 import logging
 import re
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -13,10 +14,11 @@ from torch import Tensor
 from urllib3 import BaseHTTPResponse, PoolManager, Retry
 from urllib3.exceptions import HTTPError, InvalidHeader, ProtocolError, ReadTimeoutError
 
-from solrl_lightning.errors import ServerError, sentence
+from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.rewards.addresses import TOKEN, read_token
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _FAILURE = re.compile(rb'"finish_reason": ?"error"')  # of a chat completion with status 200, as OpenRouter's
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
@@ -48,14 +50,24 @@ class Client:
         )
         self._pool = PoolManager(maxsize=concurrency, retries=retry, timeout=timeout, headers=headers)
 
-    def ask(self, body: dict[str, Any], server: str, retries: bool | None = None, known: bytes = b"") -> bytearray:
-        """Return the content of the answer to one request; ``retries=False`` sends it once.
+    def ask(
+        self,
+        body: dict[str, Any],
+        server: str,
+        read: Callable[[bytearray], T | None],
+        rule: str,
+        retries: bool | None = None,
+        known: bytes = b"",
+    ) -> T:
+        """Return what ``read`` makes of the answer to one request; ``retries=False`` sends it once.
 
         Args:
-            known: an answer that contains this is returned, whatever its status.
+            read: returns None, or raises, for an answer that breaks ``rule``.
+            known: an answer that contains this is read, whatever its status.
 
         Raises:
-            ServerError: the request still fails after the retries; the message begins with ``server``.
+            ServerError: the request still fails after the retries, or its answer breaks ``rule``; the message begins
+                with ``server``.
         """
         try:
             status, location, content = self._post(body, retries)
@@ -66,10 +78,11 @@ class Client:
             token = f". Set its token with export {TOKEN}=<token>." if status in (401, 403) else ""
             moved = f" (Location: {location})" if 300 <= status < 400 and location else ""
             raise ServerError(f"{server} answered with status {status}{moved}: {shown(content)}{token}")
-        if len(content) > _LONGEST:
-            rule = f"it must have at most {_LONGEST} bytes"
-            raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(content)}")
-        return content
+        with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
+            if len(content) <= _LONGEST and (value := read(content)) is not None:
+                return value
+        rule = f"it must have at most {_LONGEST} bytes and be {rule}"
+        raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(content)}")
 
     def _post(self, body: dict[str, Any], retries: Retry | bool | None) -> tuple[int, str, bytearray]:
         """Return status, ``Location`` and content of the answer to a request, repeated if reading it fails, too."""
@@ -131,6 +144,18 @@ class _LoggedRetry(Retry):
         last = following.history[-1]
         self._failed(sentence(last.error) if last.error else f"it answered with status {last.status}.")
         return following
+
+
+@contextmanager
+def tried_out(key: str, url: str, fix: str) -> Iterator[None]:
+    """Turn the ServerError of a trial request into a UserError about ``key``, the reward's, which ends with ``fix``."""
+    try:
+        yield
+    except ServerError as error:
+        raise UserError(
+            f"{key}.url={url} is invalid: {sentence(error)} Start or correct the server, or set {key}.url=<its "
+            f"address>{fix}."
+        ) from error
 
 
 def shown(content: bytes | bytearray) -> str:

@@ -3,16 +3,16 @@
 import base64
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from multiprocessing.pool import ThreadPool
 
 import torch
 from torch import Tensor
 
-from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
 from solrl_lightning.rewards.addresses import check_url
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
-from solrl_lightning.rewards.client import Client, noise, shown, to_png
+from solrl_lightning.rewards.client import Client, noise, to_png, tried_out
 
 
 class HTTPReward(Reward):
@@ -51,14 +51,9 @@ class HTTPReward(Reward):
         """Ask once for the scores of ``batch`` images of noise: no image of the run has a longer PNG file."""
         _, height, width = image.shape
         images = [noise(height, width)] * self.batch
-        try:
+        fix = f"; if {self.batch} images of {width} x {height} are too many for it, raise its limit, or set "
+        with tried_out("reward.http", self.url, f"{fix}reward.http.batch=<n>"):
             self._ask(images, [prompt] * self.batch, [metadata] * self.batch, retries=False)
-        except ServerError as error:
-            raise UserError(
-                f"reward.http.url={self.url} is invalid: {sentence(error)} Start or correct the server, or set "
-                f"reward.http.url=<its address>; if {self.batch} images of {width} x {height} are too many for it, "
-                "raise its limit, or set reward.http.batch=<n>."
-            ) from error
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         """Return scores, float32 [B], of the images rounded to 8 bits; a null is NaN."""
@@ -83,21 +78,14 @@ class HTTPReward(Reward):
         body = {"images": images, "prompts": prompts, "metadata": [dict(row) for row in metadata]}
         others = f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""
         server = f"the reward server {self.url}, asked about the prompt {prompts[0]!r}{others},"
-        content = self._client.ask(body, server, retries)
-        scores = read_scores(content)
-        if len(scores) != len(prompts):
-            rule = f'it must be {{"scores": [...]}} with {len(prompts)} numbers'
-            raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(content)}")
-        return scores
+        rule = f'{{"scores": [...]}} with {len(prompts)} numbers'
+        return self._client.ask(body, server, partial(read_scores, len(prompts)), rule, retries)
 
 
-def read_scores(content: bytes | bytearray) -> list[float]:
-    """Return the scores in an answer, NaN for null; none if it is not {"scores": [...]} with numbers and nulls."""
-    try:
-        answer = json.loads(content)
-        scores = answer.get("scores") if isinstance(answer, dict) else None
-        if isinstance(scores, list) and all(type(score) in (int, float, type(None)) for score in scores):
-            return [float("nan") if score is None else float(score) for score in scores]
-    except (ValueError, RecursionError, OverflowError):
-        pass
-    return []
+def read_scores(count: int, content: bytearray) -> list[float] | None:
+    """Return the scores in an answer, NaN for null; None if they are not a list of ``count`` numbers and nulls."""
+    scores = json.loads(content)["scores"]
+    numbers = isinstance(scores, list) and all(type(score) in (int, float, type(None)) for score in scores)
+    if not numbers or len(scores) != count:
+        return None
+    return [float("nan") if score is None else float(score) for score in scores]

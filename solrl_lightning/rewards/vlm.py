@@ -23,12 +23,11 @@ from torch import Tensor
 
 from solrl_lightning.data.input_images import load_square
 from solrl_lightning.data.prompt import INPUT_IMAGE
-from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
 from solrl_lightning.rewards.addresses import check_url
-from solrl_lightning.rewards.answers import LEAST, Answers, normal, unanswered
+from solrl_lightning.rewards.answers import LEAST, Answers, check_answered, normal
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
-from solrl_lightning.rewards.client import Client, noise, shown, to_png
+from solrl_lightning.rewards.client import Client, noise, to_png, tried_out
 
 _ALTERNATIVES = 20  # likeliest first words in an answer; the most that the API gives
 _THOUGHTS = re.compile(r"[<\[]think.*?(/think\w*[>\]]|$)", re.DOTALL | re.IGNORECASE)  # or cut off at _LONGEST
@@ -92,18 +91,12 @@ class VLMReward(Reward):
         _, height, width = image.shape
         png = to_png(noise(height, width))
         key = f"reward.{self.name}"
-        try:
+        too_large = f"; if an image of {width} x {height} is too large for it, raise its limit"
+        with tried_out(key, self.url, f" and {key}.model=<the name of its model>{too_large}"):
             answer = self._ask(_Question([png] * (1 + (INPUT_IMAGE in metadata)), prompt), retries=False)
-        except ServerError as error:
-            raise UserError(
-                f"{key}.url={self.url} is invalid: {sentence(error)} Start or correct the server, or set "
-                f"{key}.url=<its address> and {key}.model=<the name of its model>; if an image of {width} x {height} "
-                "is too large for it, raise its limit."
-            ) from error
-        if math.isnan(answer.score):
-            other = f"{key}.logprobs={str(not self.logprobs).lower()}"
-            thinks = f". One that thinks must end within {_LONGEST} tokens" * (not self.logprobs)
-            raise UserError(f"{unanswered(key, self.model, prompt, self.answers)}, or {other}{thinks}.")
+        other = f", or {key}.logprobs={str(not self.logprobs).lower()}"
+        thinks = f". One that thinks must end within {_LONGEST} tokens" * (not self.logprobs)
+        check_answered(answer.score, key, self.model, prompt, self.answers, f"{other}{thinks}")
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         """Return the expected values, float32 [B], of the answers about the images rounded to 8 bits.
@@ -140,23 +133,20 @@ class VLMReward(Reward):
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": _ALTERNATIVES}
         server = f"the server {self.url}, asked about the prompt {prompt!r},"
-        answer = self._client.ask(body, server, retries, known=_WITHHELD)
-        if _WITHHELD in answer:
+        rule = "a chat completion"
+        if self.logprobs:
+            rule += " with the log probabilities of the first word (for a server without them set "
+            rule += f"reward.{self.name}.logprobs=false)"
+        return self._client.ask(body, server, self._read, rule, retries, known=_WITHHELD)
+
+    def _read(self, content: bytearray) -> "_Answer":
+        if _WITHHELD in content:
             self._withholds = True
             return _Answer(math.nan, 0)
-        read = _by_probability if self.logprobs else _by_text
-        try:
-            tree = json.loads(answer)
-            return _Answer(
-                read(tree["choices"][0], self.answers), int((tree.get("usage") or {}).get("total_tokens") or 0)
-            )
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            rule = "it must be a chat completion"
-            fix = ""
-            if self.logprobs:
-                rule += " with the log probabilities of the first word"
-                fix = f". For a server without them set reward.{self.name}.logprobs=false"
-            raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(answer)}{fix}.") from error
+        score_of = _by_probability if self.logprobs else _by_text
+        tree = json.loads(content)
+        tokens = int((tree.get("usage") or {}).get("total_tokens") or 0)
+        return _Answer(score_of(tree["choices"][0], self.answers), tokens)
 
 
 def _input_of(metadata: Metadata, side: int) -> list[bytes]:

@@ -19,7 +19,7 @@ from solrl_lightning.data.input_images import load_square
 from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.rules import Count
-from solrl_lightning.rewards.answers import LEAST, Answers, spellings, unanswered
+from solrl_lightning.rewards.answers import LEAST, Answers, check_answered, spellings
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.loading import floating_dtype, load_weights, read_parts
 
@@ -63,8 +63,8 @@ class LocalVLMReward(Reward):
         self.values = torch.tensor([float(value) for value in answers.values()], device=self.device)
 
     def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
-        if self.score(image[None], [prompt], [metadata]).isnan():
-            raise UserError(f"{unanswered(f'reward.{self.name}', self.pretrained, prompt, self.answers)}.")
+        score = self.score(image[None], [prompt], [metadata]).item()
+        check_answered(score, f"reward.{self.name}", self.pretrained, prompt, self.answers)
         super().try_out(image, prompt, metadata)
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:

@@ -127,7 +127,7 @@ def test_answer_is_read_as_text_where_there_are_no_probabilities(server: type[Se
     server.choices = [{"message": {"content": text}} for text in texts]
     reward(server, logprobs=False)(IMAGES[:1], PROMPTS[:1])
     assert "logprobs" not in server.requests[0] and server.requests[0]["max_tokens"] == 2048
-    with pytest.raises(ServerError, match=r"the first word; got .* set reward.vlm.logprobs=false\.$"):
+    with pytest.raises(ServerError, match=r"the first word .*set reward.vlm.logprobs=false\); got"):
         reward(server)(IMAGES, PROMPTS)
 
 
