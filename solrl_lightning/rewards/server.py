@@ -7,6 +7,7 @@ import asyncio
 import hmac
 import io
 import logging
+import math
 import signal
 import socket
 from contextlib import suppress
@@ -93,28 +94,26 @@ def decode(body: bytes, max_images: int, max_pixels: int) -> tuple[Tensor, Batch
         first = error.errors(include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the body"
         raise UserError(f"{place} is invalid: {first['msg']}") from error
-    count = len(batch.images)
-    if not 1 <= count <= max_images:
-        raise UserError(f"a request must have 1 to {max_images} images; got {count}")
-    if len(batch.prompts) != count or (batch.metadata is not None and len(batch.metadata) != count):
-        raise UserError(f"prompts, and metadata if there are any, must be as many as the images, {count}")
-    images = [pixels(png, max_pixels) for png in batch.images]
-    if len({image.shape for image in images}) > 1:
-        raise UserError("the images of a request must be of one size")
-    return torch.stack(images).float() / 255, batch
-
-
-def pixels(png: bytes, max_pixels: int) -> Tensor:
-    """Decode a PNG file to uint8 [3, H, W]. Raises ``UserError`` if it is damaged or has too many pixels."""
-    try:
-        with Image.open(io.BytesIO(png), formats=["PNG"]) as image:  # reads the header only
-            if image.width * image.height <= max_pixels:
-                return pil_to_tensor(as_rgb(image))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    counts = [len(rows) for rows in (batch.images, batch.prompts, batch.metadata) if rows is not None]
+    if len({*counts}) > 1 or not 1 <= counts[0] <= max_images:
         raise UserError(
-            f"an image must be a PNG file; one of {len(png)} bytes cannot be read: {sentence(error)}"
-        ) from error
-    raise UserError(f"an image must have at most {max_pixels} pixels; got {image.width} x {image.height}")
+            f"a request must have 1 to {max_images} images, and as many prompts, and metadata if there are any; got "
+            f"{' and '.join(map(str, counts))}"
+        )
+    return pixels(batch.images, max_pixels).float() / 255, batch
+
+
+def pixels(files: list[bytes], max_pixels: int) -> Tensor:
+    """Decode PNG files to uint8 [B, 3, H, W]. UserError for damaged files, several sizes and large ones."""
+    try:
+        images = [Image.open(io.BytesIO(png), formats=["PNG"]) for png in files]  # reads the headers only
+        sizes = {image.size for image in images}
+        if len(sizes) == 1 and math.prod(images[0].size) <= max_pixels:
+            return torch.stack([pil_to_tensor(as_rgb(image)) for image in images])
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"an image must be a PNG file; one cannot be read: {sentence(error)}") from error
+    got = ", ".join(f"{width} x {height}" for width, height in sorted(sizes))
+    raise UserError(f"the images of a request must be of one size of at most {max_pixels} pixels; got {got}")
 
 
 def score_batch(rewards: WeightedRewards, images: Tensor, batch: Batch) -> Tensor:
