@@ -87,11 +87,11 @@ class Reward(Group):
         for name, member in members.items():
             if member["_target_"] in (HTTP, VLM) and isinstance(member.get("url"), str):
                 check_url(f"reward.{name}.url", member["url"])
-        if not members:
-            raise UserError("reward=[] is invalid: a run needs a reward. Choose one with reward=<option>.")
         if all(member["weight"] == 0 for member in members.values()):
-            names = ", ".join(members)
-            raise UserError(f"At least one reward needs a weight other than 0; got 0 for {names}.")
+            raise UserError(
+                f"reward=[{','.join(members)}] is invalid: a run needs a reward with a weight other than 0. Choose one "
+                "with reward=<option>, or set reward.<name>.weight=1."
+            )
         loaded = [name for name, member in members.items() if "pretrained" in member]
         if self.pretrained is not None and (len(members) > 1 or not loaded):
             keys = " or ".join(f"reward.{name}.pretrained" for name in loaded)

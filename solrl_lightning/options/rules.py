@@ -89,13 +89,7 @@ def is_whole(value: Any, least: int = 1, most: float = math.inf) -> bool:
 def whole(least: int, most: float = math.inf, note: str = "") -> PlainValidator:
     bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
 
-    def check(value: Any) -> Any:
-        if not is_whole(value, least, most):
-            nearest = f"Use {HERE}={least if value < least else most}." if type(value) is int else DEFAULT
-            raise Broken(f"it must be a whole number {bounds}{note}.", fix=nearest)
-        return value
-
-    return PlainValidator(check)
+    return must_be(f"a whole number {bounds}{note}", lambda value: is_whole(value, least, most))
 
 
 def number(rule: str, holds: Callable[[float], bool], fix: str = DEFAULT) -> PlainValidator:
@@ -144,6 +138,7 @@ _KINDS = {
     "float_type": "a number",
     "string_type": "a text",
     "list_type": "a list",
+    "too_short": "a list with at least one entry",
     "dict_type": "a group of keys",
     "model_type": "a group of keys",
     "model_attributes_type": "a group of keys",

@@ -32,6 +32,7 @@ from solrl_lightning.options.rules import (
     explain,
     group_of,
     is_reference,
+    written,
 )
 from solrl_lightning.options.task import AnyTask, Audit, Generate, Plan, Task
 from solrl_lightning.options.trainer import SHARDED, Trainer
@@ -226,25 +227,27 @@ class Run(Group):
         if self.optimizer_steps > family.keep:
             rule = f"it must be at most family.keep={family.keep}, so that each step has rows of every prompt."
             raise Broken(rule, "optimizer_steps", f"Set optimizer_steps={family.keep} or raise family.keep.")
-        if self.trainer.get("max_epochs") != self.iterations:
-            rule = f"a Lightning epoch is one iteration, and there are iterations={self.iterations}."
-            raise Broken(rule, "trainer.max_epochs", "Leave it out, or set iterations=<number>.")
-        if self.trainer.get("default_root_dir") != self.run_dir:
-            fix = "Leave it out, and name the folder with hydra.run.dir=<folder>."
-            raise Broken("it must be the run's folder.", "trainer.default_root_dir", fix)
-        for name, node in self.logger.items():
-            if isinstance(node, dict) and node.get("log_model"):
-                raise Broken("it must be false, as checkpoints stay in the run's folder.", f"logger.{name}.log_model")
         names = [*self.reward.members, *([self.reward.name] if len(self.reward.members) > 1 else [])]
         monitor = self.callback("best").get("monitor")
         if monitor is not None and monitor not in names:
             rule = f"it must be one of the run's rewards, {', '.join(names)}, or null."
             raise Broken(rule, "callbacks.best.monitor")
         folder = f"{self.run_dir}/checkpoints"
-        for name, reader in (("checkpoint", "ckpt=last"), ("best", "ckpt=best")):
-            if self.callback(name).get("dirpath", folder) != folder:
-                fix = "For other checkpoints set callbacks.periodic.every=<iterations>."
-                raise Broken(f"it must be {folder}, as {reader} reads from it.", f"callbacks.{name}.dirpath", fix)
+        values = {
+            "trainer.max_epochs": (self.trainer.get("max_epochs"), self.iterations),
+            "trainer.default_root_dir": (self.trainer.get("default_root_dir"), self.run_dir),
+            "callbacks.checkpoint.dirpath": (self.callback("checkpoint").get("dirpath", folder), folder),
+            "callbacks.best.dirpath": (self.callback("best").get("dirpath", folder), folder),
+        }
+        for name, node in self.logger.items():
+            values[f"logger.{name}.log_model"] = (isinstance(node, dict) and bool(node.get("log_model")), False)
+        for key, (actual, expected) in values.items():
+            if actual != expected:
+                fix = (
+                    "Leave it out; iterations=<number> is the length of a run, hydra.run.dir=<folder> its folder, and "
+                    "callbacks.periodic.every=<iterations> keeps other checkpoints there."
+                )
+                raise Broken(f"it must be {written(expected)}, which the program relies on.", key, fix)
 
     def check_exploration(self) -> None:
         if self.family.explore is not None:
@@ -279,10 +282,9 @@ class Run(Group):
         """Raise UserError for what trainer=fsdp cannot do: no rank has a copy of the transformer or computes alone."""
         if not self.is_sharded:
             return
-        if type(self.task) not in (Task, Plan):
-            raise UserError("trainer=fsdp is invalid: only task=train shards the weights. Set trainer=auto.")
         grid = self.callback("sample_grid").get("every")
         rules = {
+            f"task._target_={self.task.target}": (type(self.task) not in (Task, Plan), "task=train"),
             "family.explore.sampler=shadow": (SHADOW in self.family.exploring_samplers, "family=prefix"),
             "family.compile=true": (self.family.compile is True, "family.compile=false"),
             "compile_training=true": (self.compile_training is True, "compile_training=false"),
@@ -293,24 +295,22 @@ class Run(Group):
             if broken:
                 raise UserError(
                     f"{option} is invalid with trainer=fsdp: ranks have no copy of the weights and compute each "
-                    f"forward pass together. Set {fix}."
+                    f"forward pass together. Set {fix}, or trainer=auto."
                 )
 
     def check_full(self) -> None:
         """Raise UserError for an option of frozen weights or of a LoRA with model.train=full, which has neither."""
-        rule = "model.train=full has no frozen weights and no LoRA."
-        if self.model.train == "full" and self.base_weights != "bfloat16":
-            raise Broken(rule, "base_weights", "Set base_weights=bfloat16.")
-        if self.model.train == "full" and self.model.init_lora is not None:
-            raise Broken(rule, "model.init_lora", "Set model.init_lora=null.")
+        values = {"base_weights": (self.base_weights, "bfloat16"), "model.init_lora": (self.model.init_lora, None)}
+        for key, (actual, expected) in values.items():
+            if self.model.train == "full" and actual != expected:
+                fix = f"Set {key}={written(expected)}."
+                raise Broken("model.train=full has no frozen weights and no LoRA.", key, fix)
 
     def check_explorers(self) -> None:
-        """Raise unless a run with explorers explores."""
-        fix = "Use explorers=none."
-        if self.explorers.count and self.family.explore is None:
-            raise Broken("this family does not explore.", "explorers.count", fix)
-        if self.explorers.count and self.is_sharded:
-            raise Broken("trainer=fsdp explores with its own ranks.", "explorers.count", fix)
+        """Raise unless a run with explorers explores, and with other processes than its ranks."""
+        if self.explorers.count and (self.family.explore is None or self.is_sharded):
+            rule = "it needs a family that explores, and another trainer than fsdp, which explores with its own ranks."
+            raise Broken(rule, "explorers.count", "Use explorers=none.")
 
 
 def _at_home(value: Any) -> Any:

@@ -85,16 +85,13 @@ class Audit(_Known, Pool):
     error."""
     overrides: list[str]
     """Options of this command, for the recommended one."""
-    proxies: list[Proxy]
+    proxies: Annotated[list[Proxy], Field(min_length=1)]
     """Proxies to compare."""
     search: bool
     """Also score every step of one BF16 trajectory, and name the cheapest prefix and race that keep ``min_gap``."""
 
     def check(self) -> None:
         super().check()
-        if not self.proxies:
-            example = "'task.proxies=[{sampler:shadow,steps:6}]'"
-            raise UserError(f"task.proxies is empty. Name at least one, as in {example}.")
         for index, proxy in enumerate(self.proxies):
             proxy.check_rungs(f"proxies.{index}", self.pool, self.keep)
 

@@ -24,9 +24,9 @@ Compose = Callable[..., Run]
 
 # A command line, and a part of its message after the key and the value of the first argument (or of what it breaks).
 WRONG = """
-seed=-1                          | it must be a whole number from 0 to 4294967295. Use seed=0.
+seed=-1                          | it must be a whole number from 0 to 4294967295. Leave it out
 seed=true                        | seed=true is invalid: it must be a whole number
-iterations=0                     | it must be a whole number from 1 to 100000000. Use iterations=1.
+iterations=0                     | it must be a whole number from 1 to 100000000. Leave it out
 iterations=null                  | iterations=null is invalid: it must be a whole number from 1 to
 family.pool=100001               | it must be a whole number from 1 to 100000
 optimizer.eps=1e-50              | it must be a finite number of at least 1e-30, as float32
@@ -42,7 +42,7 @@ model.solver=heun                | it must be one of euler, dpm2. Leave it out f
 model.gradient_checkpointing=1   | it must be one of true, false, selective, auto
 trainer.accelerator=tpus         | it must be one of auto, cpu, gpu
 trainer.devices=[0,0]            | trainer.devices=[0, 0] is invalid: it must be auto, a number of devices
-trainer.default_root_dir=/tmp/x  | it must be the run's folder. Leave it out, and name the folder with hydra.run.dir=
+trainer.default_root_dir=/tmp/x  | it must be run, which the program relies on. Leave it out; 
 +trainer.default_root_dir=x      | +trainer.default_root_dir=x is invalid: trainer.default_root_dir is there, and
 +callbacks.best.dirpath=x seed=1 | Write callbacks.best.dirpath=x.
 +seed=1                          | Write seed=1.
@@ -55,21 +55,21 @@ trainer.overfit_batches=1        | trainer.overfit_batches=1 is invalid: it must
 trainer.fast_dev_run=true        | or use experiment=smoke.
 trainer.val_check_interval=0.5   | Set evaluation.every=<iterations>.
 trainer.logger=false             | trainer.logger=false is invalid: the program makes it of the group logger. Choose one
-logger=mlflow +logger.mlflow.log_model=all | log_model=all is invalid: it must be false, as checkpoints stay in
+logger=mlflow +logger.mlflow.log_model=all | log_model=all is invalid: it must be false, which the
 +trainer.callbacks=[]            | remove one with ~callbacks.<name>.
 +trainer.enable_progress_bar=false | Leave it out, or remove the bar with ~callbacks.progress.
 +trainer.enable_checkpointing=false | Leave it out: a run resumes by its checkpoint.
 +trainer.max_steps=3             | trainer.max_steps=3 is invalid: it must be -1. Set iterations=<number>.
 +trainer.max_time=00:00:01:00    | trainer.max_time=00:00:01:00 is invalid: it must be null. Set max_seconds=<seconds>.
-trainer.max_epochs=5             | Leave it out, or set iterations=<number>
+trainer.max_epochs=5             | Leave it out; iterations=<number>
 ~trainer.max_epochs              | trainer.max_epochs=null is invalid
 precision.backend=foo            | with precision=auto it must be one of auto, torch, transformer_engine, emulated
 callbacks.guard.stop=5           | it must be true or false
 callbacks.guard.limits=null      | it must be a group of keys
 +callbacks.guard.limits.jump=5   | nothing reads that key. The keys here are fall, diversity, kl, drift.
 explorers.count=2                | explorers=none has 0 and no other option, explorers=ray at least 1. Use explorers=ray
-explorers=ray family=diffusionnft | this family does not explore. Use explorers=none.
-explorers=ray trainer=fsdp family=prefix ~callbacks.sample_grid | trainer=fsdp explores
+explorers=ray family=diffusionnft | it needs a family that explores, and another trainer
+explorers=ray trainer=fsdp family=prefix ~callbacks.sample_grid | another trainer than fsdp, which explores
 explorers=ray explorers.precision=fp9 | precision=fp9 is invalid: it must be one of auto, nvfp4, fp8, int8, bf16
 ~callbacks                       | ~callbacks is invalid: training needs the callbacks requant
 ~callbacks.requantize            | ~callbacks.requantize is invalid: training needs
@@ -92,7 +92,7 @@ reward=vlm ++reward.vlm.answers={yes:1,Yes:0} | it must be two or more texts or 
 reward=vlm ++reward.vlm.answers={true:1,false:0} | in a file, yes and no need quotes
 reward.pretrained=x              | it is for one reward that is loaded from files; got shapes. Leave it out.
 reward=[pickscore,hpsv2] reward.pretrained=x/y | Set reward.pickscore.pretrained or reward.hpsv2.pretrained
-reward.shapes.weight=0           | At least one reward needs a weight other than 0
+reward.shapes.weight=0           | a run needs a reward with a weight other than 0
 family.keep=1                    | it must be a whole number of at least 2: the best and the worst of a prompt
 family.pool=10                   | family.keep=24 is invalid: it must be at most family.pool=10. Raise
 task=audit task.pool=12          | task.keep=24 is invalid: it must be at most task.pool=12
@@ -108,7 +108,7 @@ family=prefix family.explore.stop_below=0.7 | stop_below=0.7 is invalid: family.
 family.explore.stop_below=1       | it must be a noise level above 0 and below 1
 ++family.regenerate.stop_below=0.7 | nothing reads that key. The keys here are sampler, steps,
 family.explore.decoder=preview   | it needs a tiny autoencoder of this model's latents
-task=audit task.proxies=[]       | task.proxies is empty
+task=audit task.proxies=[]       | task.proxies=[] is invalid: it must be a list with at least one
 task=audit task.proxies=[{sampler:shadows,steps:2}] | proxies.0.sampler=shadows is invalid: it must be one of shadow
 task=audit task.proxies=[{sampler:merged,steps:2,stop_after:2}] | task.proxies.0.stop_after=2 is invalid
 task=audit task.proxies=[{sampler:shadow}] | task.proxies.0.steps is missing: a run needs it. Add it.
@@ -126,8 +126,8 @@ model.scheduler.shift=9.0         | so it has no keys. All of them are set by mo
 model=wan model.num_frames=32 | model.num_frames=32 is invalid: it must be 1 more than a multiple of 4
 model=wan model.frames=34 | a video has model.num_frames=33. Set model.frames=all.
 model=wan model.frames=last | it must be first, middle, all, or a whole number
-callbacks.checkpoint.dirpath=x  | checkpoints, as ckpt=last reads from it
-callbacks.best.dirpath=x        | checkpoints, as ckpt=best reads from it
+callbacks.checkpoint.dirpath=x  | run/checkpoints, which the program relies on
+callbacks.best.dirpath=x        | run/checkpoints, which the program relies on
 family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:2,keep:48},
 family=race family.explore.rungs=[{step:2}] | family.explore.rungs.0.keep is missing
 family=race family.explore.rungs=[{keep:24}] | rungs.0={keep:24} is invalid: it must have a step or below, a noise
@@ -143,7 +143,7 @@ family=race family.explore.rungs=[{step:10,keep:24}] | its last rung ends with s
 family=race family.regenerate.steps=20 | it resumes the trajectories of family.explore, which stops early with steps=10.
 trainer=fsdp                     | family.explore.sampler=shadow is invalid with trainer=fsdp
 trainer=fsdp family=prefix       | Set callbacks.sample_grid.every=0
-task=evaluate trainer=fsdp       | only task=train shards the weights
+task=evaluate trainer=fsdp       | Set task=train, or trainer=auto
 base_weights=int8 model.train=full family=prefix | model.train=full has no frozen weights
 model.train=full family=prefix model.init_lora=a | model.train=full has no frozen weights and no LoRA
 trainer=fsdp family=prefix callbacks.sample_grid.every=0 family.compile=true | Set family.compile=false
