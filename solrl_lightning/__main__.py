@@ -40,7 +40,7 @@ from solrl_lightning.artifacts.run_folder import (
 )
 from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, as_written, check_choices, resolvable
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
-from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks_here
+from solrl_lightning.cli.launch import check_launched, end_with_first, is_first, launched, ranks_here
 from solrl_lightning.cli.resume import (
     Resumed,
     check_contents,
@@ -82,6 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     launched.cache_clear()  # one time for the lock and for Hydra's folder, a new one for each command
     try:
+        end_with_first()
         silence_libraries()
         sys.argv[1:], claims = prepare(sys.argv[1:] if arguments is None else arguments)
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise errors instead of printing them

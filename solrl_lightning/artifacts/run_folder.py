@@ -20,7 +20,8 @@ LOG = "solrl_lightning.log"  # hydra.job.name
 RECORD = Path(".hydra")
 NEXT_RECORD = RECORD / "next"  # overrides of a resumed run, until training has started
 _LOCK = ".lock"  # held by the process that runs in the folder
-_TRACES = "summary.json checkpoints tensorboard lora transformer .hydra multirun.yaml".split()  # marks of a run
+_TRACES = "summary.json checkpoints tensorboard lora transformer .hydra".split()  # marks of a run, by its first rank
+_SWEEP = "multirun.yaml"  # by any rank, perhaps before the first one has looked
 _OTHER_FOLDER = "hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>"
 
 
@@ -52,12 +53,13 @@ def run_of(checkpoint: Path) -> Path:
 
 
 def check_new(folder: Path) -> None:
-    """Raise UserError for a folder that already holds a run."""
+    """Raise UserError for a folder that already holds a run, or a sweep with the record of a run."""
     traces = [name for name in _TRACES if (folder / name).exists()]
-    if traces:
-        sweep = "multirun.yaml" in traces
-        if sweep:
-            fix = f"continue one of its runs with task=train ckpt=last hydra.run.dir={folder}/<run>"
+    records = folder.rglob(f"{RECORD}/hydra.yaml") if (folder / _SWEEP).is_file() else ()
+    job = min((file.parent.parent for file in records if "\n  mode: MULTIRUN\n" in file.read_text()), default=None)
+    if traces or job:
+        if job:
+            fix = f"continue a run of it with task=train ckpt=last {path_option('hydra.run.dir', job)}"
         elif (folder / LAST).exists():
             fix = (
                 f"continue the run in it with task=train ckpt=last {path_option('hydra.run.dir', folder)}, or take its "
@@ -67,9 +69,9 @@ def check_new(folder: Path) -> None:
             fix = f"branch from its best evaluation with {path_option('ckpt', folder / BEST)}; {LAST} is missing"
         else:
             fix = "remove it with what it holds: there is no checkpoint in it to resume from"
+        content = f"sweep ({_SWEEP})" if job else f"run ({', '.join(traces)})"
         raise UserError(
-            f"The folder {folder} already holds a {'sweep' if sweep else 'run'} ({', '.join(traces)}). Choose another "
-            f"with {_OTHER_FOLDER}, or {fix}."
+            f"The folder {folder} already holds a {content}. Choose another with {_OTHER_FOLDER}, or {fix}."
         )
 
 

@@ -3,8 +3,10 @@
 Read from the environment, in the order of Lightning: torchrun, srun, others, its own launcher. Imports nothing heavy.
 """
 
+import ctypes
 import os
 import re
+import signal
 import socket
 import sys
 from datetime import datetime
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 _OTHERS = ("OMPI_COMM_WORLD", "PMI", "JSM_NAMESPACE")  # mpirun of Open MPI, of MPICH and Intel MPI; jsrun
 _OF_LIGHTNING = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # read while it is imported
 _HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # of torchrun, Open MPI, MPICH
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class _Launcher(NamedTuple):
@@ -60,6 +64,15 @@ def _number(name: str, default: int = 0) -> int:
 def is_first() -> bool:
     """Return whether this process starts the run: rank 0, the only one that checks and writes its folder."""
     return not any(map(_number, _launcher().ranks))
+
+
+def end_with_first() -> None:
+    """Let Linux kill a rank that Lightning has started as soon as the first one's process ends.
+
+    Otherwise it would wait for a first rank that has ended before they meet, and, on GPUs, for NCCL's timeout.
+    """
+    if sys.platform == "linux" and not _launcher().name and _number("LOCAL_RANK"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def advice() -> str:

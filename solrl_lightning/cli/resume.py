@@ -181,13 +181,12 @@ def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) 
 def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed:
     """Start a run in a folder that has no checkpoint, also in what the same command left when it was killed.
 
-    It is the same if only keys differ that may change in a resume, but not the run's length.
+    It is the same if only keys differ that may change in a resume.
     """
     _check_not_trained(folder)
     lines = [str(o.input_line) for o in overrides if o.key_or_group != "ckpt"]
-    free = set(RESUMABLE_KEYS) - {"iterations", "max_seconds"} | {"ckpt"}
     before, now = (
-        [str(o.input_line) for o in command if not is_subkey(_dotted(o), *free)]
+        [str(o.input_line) for o in command if not is_subkey(_dotted(o), *RESUMABLE_KEYS)]
         for command in (_recorded_overrides(tree, folder), overrides)
     )
     same = (folder / RECORD / "overrides.yaml").is_file() and before == now

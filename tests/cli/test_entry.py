@@ -385,7 +385,7 @@ def test_folder_that_holds_a_run_is_an_error(command: Command, tmp_path: Path, t
 def test_folder_that_holds_a_sweep_is_an_error(command: Command) -> None:
     assert command(RECORD, "-m", "seed=1,2", "hydra.sweep.dir=sweep").status == 0
     message = error_of(command, RECORD, "-m", "seed=3,4", "hydra.sweep.dir=sweep")
-    assert "already holds a sweep" in message and "ckpt=last hydra.run.dir=sweep/<run>" in message
+    assert "already holds a sweep" in message and "ckpt=last hydra.run.dir=sweep/0_seed-1." in message
 
 
 def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path) -> None:
@@ -531,9 +531,9 @@ def test_auto_begins_a_run_or_continues_it(command: Command, tmp_path: Path) -> 
     last = folder / "checkpoints" / "last.ckpt"
     assert config(folder)["ckpt"] == str(last)
     assert list(folder.parent.iterdir()) == [folder]
-    last.unlink()  # then only the same command begins again, also with another place of its files
-    assert "already holds a run" in error_of(command, *AUTO, "iterations=3")
-    again = command(*AUTO, "iterations=2", "evaluation.every=2")
+    last.unlink()  # then the same command begins again, also with what a resume may change
+    assert "already holds a run" in error_of(command, *AUTO, "optimizer.lr=0.1")
+    again = command(*AUTO, "iterations=3", "evaluation.every=2")
     assert again.status == 0 and config(folder)["ckpt"] is None, again.err
 
 
@@ -840,6 +840,14 @@ def test_commands_one_after_the_other_in_a_slurm_job_have_two_folders(
     set_all(monkeypatch, SRUN | {"SLURM_PROCID": "0"} | changed)
     assert command(RECORD).status == command(RECORD).status == 0
     assert len(list(tmp_path.glob("outputs/train/*"))) == 2
+
+
+def test_first_rank_of_a_sweep_may_come_last(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = [task(show_folder), *ON_TWO_NODES, "-m", "seed=1,2", "hydra.sweep.dir=sweep"]
+    for rank in ("3", "0"):  # Hydra writes multirun.yaml in each
+        set_all(monkeypatch, SRUN | {"SLURM_PROCID": rank})
+        assert command(*sweep).status == 0
+    assert "already holds a sweep (multirun.yaml)" in error_of(command, *sweep)
 
 
 @pytest.mark.parametrize(

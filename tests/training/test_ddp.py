@@ -1,10 +1,13 @@
 """Two processes on gloo, as torchrun starts them, compute the rollouts, advantages and gradient of one process."""
 
 import json
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import late_rank
 import pytest
 import ranks
 import torch
@@ -99,6 +102,19 @@ def test_sigterm_of_one_rank_ends_all(forks: Forks, tmp_path: Path) -> None:
     assert list((tmp_path / "out" / "transformer").glob("*.safetensors"))
     facts = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (facts["status"], facts["iterations"]) == ("interrupted", 1)
+
+
+@pytest.mark.slow
+def test_rank_that_lightning_has_started_ends_with_the_first_one(forks: Forks, tmp_path: Path) -> None:
+    """Before they meet, when neither has a connection to the other."""
+    job = [*JOB, "data.eval_prompts=2", "~logger", "trainer.devices=2", "hydra.run.dir=out"]
+    job += ["+callbacks.late._target_=late_rank.LateRank1"]
+    (ended,) = forks.ranks(tmp_path, [{"PYTHONPATH": str(Path(late_rank.__file__).parent)}], *job, kill_at="pid")
+    assert ended.status == -signal.SIGKILL, ended
+    stat, end = Path("/proc") / (tmp_path / "pid").read_text() / "stat", time.monotonic() + 20
+    while stat.exists() and ") Z " not in stat.read_text():
+        assert time.monotonic() < end, "the second rank lives on"
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
