@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from solrl_lightning.data.input_images import with_image
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.data.sources import check_text, file_of_split
-from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Generate
 
@@ -23,14 +23,10 @@ def requested_prompts(cfg: Run) -> list[Prompt]:
     task = cfg.task_as(Generate)
     if task.prompt_file is not None:
         return read_prompts(task.prompt_file, cfg.data.column, cfg.model.input_image)
-    if cfg.model.input_image:
-        raise UserError(
-            f"task.prompts={task.prompts} is invalid: this model edits an image, and a text has none. Use "
-            'task.prompt_file=<file>.jsonl with a row {"prompt": ..., "image": <file>} for each image.'
-        )
     for index, prompt in enumerate(task.prompts):
         check_text(prompt, f"task.prompts.{index}")
-    return [Prompt(text) for text in task.prompts]
+    prompts = [Prompt(text) for text in task.prompts]
+    return [with_image(prompt, "task.prompts") for prompt in prompts] if cfg.model.input_image else prompts
 
 
 def sources(cfg: Run) -> dict[str, str]:

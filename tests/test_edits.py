@@ -101,7 +101,9 @@ def test_images_are_generated_and_evaluated_beside_their_input(run: Compose, edi
     assert levels(tmp_path / "generate.png", (60, 140)) == (255, 0, 0)
     with Image.open(tmp_path / images[0]["file"]) as image:
         assert image.size == (32, 32)
-    with pytest.raises(UserError, match=r"task.prompts=\['a'\] is invalid: this model edits an .* task.prompt_file="):
+    with pytest.raises(
+        UserError, match="the prompt 'a' of task.prompts is invalid: this model edits an .* task.prompt_file"
+    ):
         check_prompts(run("task=generate", "task.prompts=[a]"))
 
     result = evaluate(run("task=evaluate"))

@@ -4,6 +4,8 @@ One instruction for two images is two prompts: `Prompt.identity` has the name of
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,26 +26,30 @@ def with_image(prompt: Prompt, source: str) -> Prompt:
     Raises:
         UserError: the row names no image, or there is no such image, or it cannot be read.
     """
-    name, row = prompt.metadata.get("image"), f"the prompt {prompt.text.strip()[:60]!r} of {source} is invalid"
-    if not isinstance(name, str) or not name:
-        raise UserError(
-            f'{row}: this model edits an image, so a prompt is a row {{"prompt": ..., "image": <file>}} of a .jsonl '
-            f"file; this one has {'no name of a file' if name is None else repr(name)}. Add it, and write pictures "
-            "that a table holds as files (docs/models/qwen_image_edit.md), or choose a model without input."
-        )
-    folder = Path(source).parent
-    files = [folder / name, folder / "images" / name]
-    file = next((file for file in files if file.is_file()), None)
+    name, folder = prompt.metadata.get("image"), Path(source).parent
+    row = f"the prompt {prompt.text.strip()[:60]!r} of {source} is invalid"
+    with _readable(row):
+        files = (place / str(name) for place in (folder, folder / "images"))
+        file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise UserError(
-            f"{row}: its image must be a file; there is neither {files[0]} nor {files[1]}. Correct the row, or put the "
-            "file there."
+            f'{row}: this model edits an image, so a prompt is a row {{"prompt": ..., "image": <file>}} of a .jsonl '
+            f"file (data.train, data.eval, task.prompt_file); the image of this one is {name!r}, and {folder} has no "
+            "such file, nor has images/ in it. Correct the row, or put the file there; write pictures that a table "
+            "holds as files (docs/models/qwen_image_edit.md), or choose a model without input."
         )
-    try:
+    with _readable(row):
         _check(file)
+    return Prompt(prompt.text.strip(), {**prompt.metadata, INPUT_IMAGE: str(file.resolve())}, str(name))
+
+
+@contextmanager
+def _readable(named: str) -> Iterator[None]:
+    """Turn the errors of Pillow, and those of a path, into a UserError that begins with ``named``."""
+    try:
+        yield
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{row}: its image cannot be read: {sentence(error)} Write the file again.") from error
-    return Prompt(prompt.text.strip(), {**prompt.metadata, INPUT_IMAGE: str(file.resolve())}, name)
+        raise UserError(f"{named}: the image cannot be read: {sentence(error)} Write the file again.") from error
 
 
 def _check(file: Path) -> None:
@@ -79,11 +85,8 @@ def as_rgb(image: Image.Image) -> Image.Image:
 @lru_cache(maxsize=32)
 def load_square(file: str, side: int) -> Image.Image:
     """Crop the square in the middle of an image, upright, in RGB, with ``side`` pixels a side."""
-    try:
-        with Image.open(file) as opened:
-            image = as_rgb(ImageOps.exif_transpose(opened))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"the input image {file} cannot be read: {sentence(error)} Write the file again.") from error
+    with _readable(f"the input image {file} is invalid"), Image.open(file) as opened:
+        image = as_rgb(ImageOps.exif_transpose(opened))
     width, height = image.size
     square = min(width, height)
     left, top = (width - square) // 2, (height - square) // 2

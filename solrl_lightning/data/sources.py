@@ -11,7 +11,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from solrl_lightning.artifacts.formatting import shell_quoted
 from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.data.prompt import Prompt
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.errors import UserError, did_you_mean, sentence
 from solrl_lightning.policies.config_files import ASSETS
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _TABLES = (".parquet", *_SEPARATORS)
 _JSON_LINES, _PROMPT = (".jsonl", ".ndjson"), "prompt"
 _NEEDLESS_QUOTES = re.compile(r'(?<![^\t])"[^"\t]+"(?![^\t])')  # around a whole value without quotes and tabs
-_TAG_RULE = 'the "tag" of a prompt must be a string'
 _NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 
 
@@ -131,52 +131,33 @@ def file_of_split(source: str, split: str) -> str:
 
 def check_source(source: str) -> None:
     """Raise UserError unless ``source`` names a named source, a data set of the hub or a file. Reads no prompts."""
-    if source in SOURCES:
-        return
-    if source.startswith(HUB):
-        parts = source.removeprefix(HUB).split("/")
-        if len(parts) != 3 or not all(parts):
-            raise UserError(
-                f"the prompt source {source} is invalid: a data set of the hub is written "
-                f"{HUB}<owner>/<name>/<split>, such as {HUB}{PICKAPIC}/train."
-            )
-        return
     path = Path(source)
-    if not source:
-        raise UserError(
-            "the prompt source '' is invalid: it is empty. Name a file, or leave data.train or data.eval out."
-        )
-    if path.is_dir():
-        raise UserError(
-            f"the prompt source {source} is invalid: a folder must have the file of the split, train.jsonl or "
-            f"train.txt, for data.eval test.jsonl or test.txt. {_file_of(path)}"
-        )
+    if source in SOURCES or re.fullmatch(rf"{HUB}[^/]+/[^/]+/[^/]+", source):
+        return
     if not path.is_file():
-        problem = "is not a file" if path.exists() else "does not exist"
-        near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.7)
-        hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(
-            f"the prompt source {source} is invalid: it must be a file, {HUB}<owner>/<name>/<split> or a named source; "
-            f"the path {path} {problem} (looked in {Path.cwd()}), and the named sources are {', '.join(SOURCES)}.{hint}"
-        )
-    if path.suffix.lower() == ".json":
-        file, lines = str(path), str(path.with_suffix(".jsonl"))
-        read = f"pandas.read_json({file!r}, dtype=False)"
-        code = f"import pandas; {read}.to_json({lines!r}, orient='records', lines=True)"
-        raise UserError(
-            f"the prompt file {path} is invalid: it must have an object a line, in a .jsonl file. If it has, rename "
-            f"it: mv {shell_quoted(file)} {shell_quoted(lines)}. Convert a list of objects or a table of pandas: "
-            f"python -c {shell_quoted(code)}"
+            f"the prompt source {shell_quoted(source)} is invalid: it must be a file, {HUB}<owner>/<name>/<split> or a "
+            f"named source ({', '.join(SOURCES)}), or a folder with the file of the split, train.jsonl or train.txt, "
+            f"for data.eval test.jsonl or test.txt; in {Path.cwd()} it is none."
+            f"{did_you_mean(difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.7))} {_file_of(path)}"
         )
     if path.suffix.lower() not in ("", ".txt", *_TABLES, *_JSON_LINES):
-        copy = f"cp {shell_quoted(str(path))} {shell_quoted(str(path.with_suffix('.txt')))}"
-        fix = f"If each line of it is a prompt, give it another name: {copy}"
-        if path.suffix.lower() == ".gz":
-            fix = f"Unpack it: gunzip -k {shell_quoted(str(path))}"
         raise UserError(
             f"the prompt file {path} is invalid: its name must end in .txt, {', '.join((*_TABLES, *_JSON_LINES))}, or "
-            f"have no ending. {fix}"
+            f"have no ending. {_renamed(path)}"
         )
+
+
+def _renamed(path: Path) -> str:
+    """Return how to get a file with a known ending from one with another."""
+    file, lines, text = (shell_quoted(str(path.with_suffix(suffix))) for suffix in (path.suffix, ".jsonl", ".txt"))
+    if path.suffix.lower() == ".gz":
+        return f"Unpack it: gunzip -k {file}"
+    if path.suffix.lower() == ".json":
+        read, to = f"pandas.read_json({str(path)!r}, dtype=False)", str(path.with_suffix(".jsonl"))
+        code = shell_quoted(f"import pandas; {read}.to_json({to!r}, orient='records', lines=True)")
+        return f"With an object a line: mv {file} {lines}. A list of objects or a table of pandas: python -c {code}"
+    return f"If each line of it is a prompt, give it another name: cp {file} {text}"
 
 
 def _file_of(folder: Path) -> str:
@@ -225,18 +206,20 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _read_utf8(path: Path) -> str:
+    with _readable(path, "UTF-8 text", UnicodeDecodeError):
+        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")  # byte order mark
+
+
+@contextmanager
+def _readable(path: Path, form: str, damaged: type[Exception]) -> Iterator[None]:
+    """Turn the errors of a file that cannot be read in a ``form`` into UserError."""
     try:
         check_fetched(path, f"the prompt file {path} is invalid")
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"the prompt file {path} cannot be read: {error.strerror}. Check its permissions.") from error
-    try:
-        return data.decode("utf-8").removeprefix("\ufeff")  # byte order mark
-    except UnicodeDecodeError as error:
-        line = len(re.findall(rb"\r\n|\r|\n", data[: error.start])) + 1
+        yield
+    except (OSError, damaged) as error:
         raise UserError(
-            f"the prompt file {path} is invalid: it must be UTF-8, and has the byte 0x{data[error.start]:02x} at "
-            f"offset {error.start} (line {line}). Save the file as UTF-8."
+            f"the prompt file {path} is invalid: it cannot be read as {form}: {sentence(error)} Check its permissions, "
+            f"or save it again as {form}."
         ) from error
 
 
@@ -273,7 +256,7 @@ def _json_record(line: str, column: str) -> Prompt | str:
         rule = f'every line of a .jsonl file must have a string under "{column}", the key that data.column names'
         return f"{rule}; this one has {value}"
     if tag is not None and not isinstance(tag, str):
-        return f"{_TAG_RULE}; got {tag!r}"
+        return f'the "tag" of a prompt must be a string; got {tag!r}'
     return Prompt(prompt, _present({key: value for key, value in row.items() if key != column}))
 
 
@@ -361,30 +344,21 @@ def _check_needless_quotes(text: str, path: Path) -> None:
 def _read_parquet(path: Path, column: str) -> list[Prompt]:
     from pyarrow import ArrowException, parquet
 
-    try:
-        check_fetched(path, f"the prompt file {path} is invalid")
+    with _readable(path, "a parquet file", ArrowException):
         table = parquet.ParquetFile(path)
         schema = table.schema_arrow
         _check_column(schema.names, column, str(path))
         read = table.read([field.name for field in schema if field.name == column or _is_json(field.type)])
-    except (ArrowException, OSError) as error:
-        raise UserError(
-            f"the prompt file {path} is invalid: it must be a parquet file, and its {path.stat().st_size} bytes are "
-            f"damaged or of another format. Write it again. pyarrow: {sentence(error)}"
-        ) from error
     return _table_records(read, column, str(path))
 
 
 def _check_column(columns: list[str], column: str, name: str, other_fix: str = "") -> None:
-    if columns.count(column) != 1:
+    """Raise UserError unless ``column`` is one of the ``columns``, no two of which have one name; one may have none."""
+    if column not in columns or any(each and count > 1 for each, count in Counter(columns).items()):
         raise UserError(
-            f"data.column={column} is invalid: it must name the one column with the prompts, and the columns of {name} "
-            f"are {', '.join(columns) or 'none'}. Set data.column=<name>{other_fix or '.'}"
-        )
-    repeated = next((each for each, count in Counter(columns).items() if each and count > 1), None)
-    if repeated is not None:
-        raise UserError(
-            f"{name} is invalid: it has the column {repeated!r} twice, and columns are keys of metadata. Rename one."
+            f"data.column={column} is invalid: it must name the column with the prompts, and no two columns may have "
+            f"one name; those of {name} are {', '.join(columns) or 'none'}. Set data.column=<name>, rename a column"
+            f"{other_fix or '.'}"
         )
 
 
@@ -421,14 +395,13 @@ def _table_records(table: "pyarrow.Table", column: str, name: str) -> list[Promp
     values, rows, kind = table.column(column).to_pylist(), others.to_pylist(), pyarrow.struct(others.schema)
     records = []
     for row, (value, metadata) in enumerate(zip(values, (_present(row, kind) for row in rows), strict=True)):
-        if value is not None and not isinstance(value, str):
-            raise UserError(
-                f"data.column={column} is invalid: the column must hold strings; {name} holds {value!r} in row {row}. "
-                "Set data.column=<name> to another column, or write one of strings."
-            )
+        for key, text in ((column, value), ("tag", metadata.get("tag"))):
+            if text is not None and not isinstance(text, str):
+                raise UserError(
+                    f"{name} row {row} is invalid: the column {key} must hold strings; got {text!r}. Rename it, or "
+                    "write it with strings; data.column=<name> reads the prompts from another column."
+                )
         check_text(value or "", f"{name} row {row}")
-        if not isinstance(metadata.get("tag", ""), str):
-            raise UserError(f"{name} row {row} is invalid: {_TAG_RULE}; got {metadata['tag']!r}. Rename that column.")
         records.append(Prompt(value or "", metadata))
     return records
 

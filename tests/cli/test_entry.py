@@ -1050,7 +1050,7 @@ def test_wrong_value_is_an_error_before_libraries_are_loaded(tmp_path: Path) -> 
         ("task=generate", "got neither"),
         ("task=compare", "matches 0 files or folders"),
         ("task=export", "ckpt=last or ckpt=best of the newest run"),
-        ("data.train=nowhere.txt", "the path nowhere.txt does not exist"),
+        ("data.train=nowhere.txt", "the prompt source nowhere.txt is invalid"),
         ("family.pool=10", "family.keep=24 is invalid: it must be at most family.pool=10"),
         (
             "trainer=gpu trainer.accelerator=cuda",

@@ -62,11 +62,14 @@ def test_the_content_of_a_prompt_is_that_of_its_picture_and_its_metadata(folder:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({}, r"row \{\"prompt\": ..., \"image\": <file>\} of a .jsonl file; this one has no name of a file\. Add it"),
-        ({"image": 7}, "this one has 7"),
-        ({"image": "other.png"}, "neither .*/other.png nor .*/images/other.png. Correct the row, or put the file"),
-        ({"image": "images"}, "its image must be a file"),
-        ({"image": "cut.jpg"}, "its image cannot be read: image file is truncated .* Write the file again"),
+        ({}, r"row \{\"prompt\": ..., \"image\": <file>\} of a .jsonl file .* is None, and .* has no such file"),
+        ({"image": 7}, "the image of this one is 7, and"),
+        (
+            {"image": "other.png"},
+            "is 'other.png', and .* has no such file, nor has images/ in it. Correct the row, or put the file",
+        ),
+        ({"image": "images"}, "the image of this one is 'images', and .* has no such file"),
+        ({"image": "cut.jpg"}, "the image cannot be read: image file is truncated .* Write the file again"),
     ],
 )
 def test_row_without_a_readable_image_is_an_error(folder: Path, row: dict[str, Any], message: str) -> None:
