@@ -32,6 +32,7 @@ from omegaconf import OmegaConf
 from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
 
+from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.artifacts.loggers import Tracker
 from solrl_lightning.callbacks.ema import average_in
@@ -52,6 +53,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.options.trainer import Trainer as TrainerNode
 from solrl_lightning.options.trainer import named_devices
 from solrl_lightning.policies.compilation import should_compile
+from solrl_lightning.policies.config_files import config_folder
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Reward as Scorer
@@ -359,7 +361,21 @@ def build_policy(
     options: dict[str, Any] = dict(device=str(device), base_weights=base_weights, encode_on=encode_on)
     if is_sharded:
         options["transformer_device"] = "cpu"
+    if config_folder(node["pretrained"]) is not None:
+        policy_on_meta(node)
     policy: PipelineAdapter = make("model.policy", node, takes=", ".join(f"`{name}`" for name in options), **options)
+    return policy
+
+
+def policy_on_meta(node: Mapping[str, Any]) -> PipelineAdapter:
+    """Make the policy with shapes only, by its config files.
+
+    Raises:
+        UserError: a config file is damaged, or the pipeline's parts do not fit together.
+    """
+    with reading(f"model.pretrained={node['pretrained']} is invalid"):
+        policy: PipelineAdapter = instantiate(node, weights="random", embeddings=None, device="meta")
+        policy.try_out()
     return policy
 
 

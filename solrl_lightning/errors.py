@@ -1,7 +1,10 @@
 """Exceptions whose messages are shown to the user without a traceback."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
+
+_NO_MEMORY = re.compile("DefaultCPUAllocator|bad_alloc|could not create a memory object")  # of torch and oneDNN
 
 
 class UserError(ValueError):
@@ -60,6 +63,13 @@ class OutOfMemory(RuntimeError):
 
 class CheckFailed(RuntimeError):
     """Faults found by a task that completed; its report lists them, the message counts them."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocator of Python, torch or oneDNN raised the error."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def sentence(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,28 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from solrl_lightning.artifacts.hub import check_fetched, is_path
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.errors import UserError, is_out_of_memory, sentence
+
+
+@contextmanager
+def reading(named: str) -> Iterator[None]:
+    """Raise UserError, which begins with ``named``, for any error of libraries that read files or compute with them.
+
+    Errors of the program itself and of the memory pass.
+    """
+    try:
+        yield
+    except Exception as error:
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__) is not None:
+            causes.append(cause)
+        if any(isinstance(each, UserError) or is_out_of_memory(each) for each in causes):
+            raise
+        reason = f"{type(causes[-1]).__name__}: {sentence(causes[-1]).rstrip('.')}"
+        raise UserError(
+            f"{named}: a file is missing or damaged, or its parts do not fit together ({reason}). Download or save it "
+            "again, whole."
+        ) from error
 
 
 def check_complete(key: str, name: str, cls: Any, part: str = "", chats: bool = False) -> None:

@@ -24,6 +24,7 @@ from solrl_lightning.errors import (
     ServerError,
     UserError,
     WriteError,
+    is_out_of_memory,
     sentence,
 )
 
@@ -36,7 +37,6 @@ _CURES: dict[type[Exception], str] = {
     RankLost: "Read its message (a rank that the system kills for its memory leaves none)",
     OutOfMemory: "Set model.gradient_checkpointing=true or a smaller model.micro_batch (task=plan prints what fits)",
 }
-_NO_MEMORY = re.compile("DefaultCPUAllocator|bad_alloc|could not create a memory object")  # of torch and oneDNN
 _NO_VARIABLE = re.compile("Environment variable '(.+?)' not found")  # of OmegaConf
 _NO_SPACE = re.compile(r"(\S+): failed to map segment from shared object(?!: Operation not permitted)")
 _LOST_RANK = re.compile(r"gloo.* by peer", re.DOTALL)  # closed or reset by peer
@@ -70,12 +70,6 @@ def _plugin_of(error: Exception) -> str | None:
     return next((name[1] for name in names if name[0] == "hydra_plugins" and len(name) > 1), None)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch
-        return True
-    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
-
-
 def _is_in(file: Path | str, folder: Path | None) -> bool:
     return folder is not None and Path(file).absolute().is_relative_to(folder.absolute())
 
@@ -104,7 +98,7 @@ def report_error(
             failure = WriteError.of(file, io)
         else:
             failure = UserError(f"{file}: {io.strerror}. Give a path that this user can read and write.")
-    full = next((e for e in causes if _is_out_of_memory(e)), None)
+    full = next((e for e in causes if is_out_of_memory(e)), None)
     if failure is None and full is not None:
         failure = OutOfMemory(f"the device has no memory left: {sentence(full)}")
     if failure is None and any(isinstance(e, RuntimeError) and _LOST_RANK.search(str(e)) for e in causes):

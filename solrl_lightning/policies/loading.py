@@ -17,12 +17,12 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub.errors import HTTPError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import policies
-from solrl_lightning.artifacts.complete import check_complete, check_json
+from solrl_lightning.artifacts.complete import check_complete, check_json, reading
 from solrl_lightning.artifacts.hub import fetch as fetch_file
 from solrl_lightning.artifacts.hub import is_path
 from solrl_lightning.errors import UserError, sentence
@@ -65,12 +65,11 @@ def load_pipeline(
         check: called with the folder before weights are read.
         optional: components that the folder's index may set to ``[null, null]``, and the pipeline then does without.
     """
-    components = components or {}
-    folder = fetch(pipeline_class, pretrained, variant, list(components), optional)
-    components = {n: None for n in optional if pipeline_class.load_config(str(folder))[n] == _NULL} | {**components}
-    modules = {}
-    # diffusers raises OSError and ValueError, transformers lets SafetensorError and RuntimeError through.
-    try:
+    modules, components = {}, components or {}
+    with reading(f"model.pretrained={pretrained} is invalid"):
+        folder = fetch(pipeline_class, pretrained, variant, list(components), optional)
+        nulls = {name: None for name in optional if pipeline_class.load_config(str(folder))[name] == _NULL}
+        components = nulls | {**components}
         if check is not None:
             check(folder)
         for name, place in _components(folder):
@@ -78,14 +77,6 @@ def load_pipeline(
             if name not in components and isinstance(cls, type) and issubclass(cls, nn.Module):
                 modules[name] = load_module(cls, folder / name, dtypes.get(name, dtypes["default"]), variant)
         pipeline = pipeline_class.from_pretrained(str(folder), **modules, **components)
-    except UserError:
-        raise
-    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"model.pretrained={pretrained} is a {pipeline_class.__name__}, but its files could not be read: "
-            f"{sentence(error)} One of them is missing, damaged, or does not fit its config.json: download or save "
-            "the pipeline again."
-        ) from error
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -16,9 +16,10 @@ import torch
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
+from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.artifacts.hub import check_fetched, fetch
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.names import LORA_FILES, PEFT_CONFIG
@@ -51,13 +52,11 @@ def read_lora_file(
     """
     files = [path / name for name in LORA_FILES] if path.is_dir() else [path]
     file = next((file for file in files if file.is_file()), files[0])
-    try:
+    with reading(f"{named}: {file}"):
         check_fetched(file, named)
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
             settings = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{named}: {file} cannot be read ({error}). {_FIX}") from error
     beside, of_peft = file.with_name(PEFT_CONFIG), bool(tensors) and all(name.startswith(_PEFT) for name in tensors)
     if of_peft and beside.is_file():
         settings = beside.read_text(encoding="utf-8", errors="replace")
@@ -67,13 +66,14 @@ def read_lora_file(
     tensors = {name: value for name, value in tensors.items() if name not in dropped}
     _check(tensors, config, named)
     tensors = {name: value.float() for name, value in tensors.items()}
-    _fold_alphas(tensors, config)
+    with reading(f"{named}: its peft configuration"):
+        _fold_alphas(tensors, config)
     shapes = layer_shapes(transformer)
     state = _in_names_of(shapes, tensors)
     if state is None:
         try:
             converted = pipeline_class.lora_state_dict(dict(tensors))
-        except (ValueError, KeyError, AssertionError, IndexError, NotImplementedError) as error:
+        except Exception as error:  # its converters check little
             raise UserError(
                 f"{named}: {min(tensors)} is in the names of no layer of {type(transformer).__name__}, and diffusers "
                 f"cannot convert it ({sentence(error).rstrip('.')}). {_FIX}"

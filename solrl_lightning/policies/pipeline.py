@@ -20,6 +20,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.artifacts.files import written_whole
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError
@@ -238,8 +239,6 @@ class PipelineAdapter(ABC):
 
         Autoencoders for videos have statistics of their latents [B, C, F, H, W] in place of two numbers.
         """
-        taken = vae.config.get("latent_channels", vae.config.get("z_dim"))
-        self._check_fit("latents of its transformer", x.shape[1], taken)
         if self.of_videos:
             mean, std = (
                 torch.tensor(vae.config[name], device=x.device).view(-1, 1, 1, 1)
@@ -251,6 +250,13 @@ class PipelineAdapter(ABC):
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Return the ``velocity`` with classifier-free guidance; samplers and loss call this one."""
         return guide(self.velocity, self.unconditional, self.guidance_scale)(transformer, x, sigma, conditioning)
+
+    @torch.no_grad()
+    def try_out(self) -> None:
+        """Take a step from noise and decode it, on the device ``meta``, where parts that do not fit raise an error."""
+        x, sigma = self.noise(torch.zeros(1, dtype=torch.int64)), torch.ones(1, device=self.device)
+        x += self.guided_velocity(self.transformer, x, sigma, self.encode([Prompt("")]))
+        self.decode_latents(x, self.pipeline.vae)
 
     # Prompts
 
@@ -264,10 +270,13 @@ class PipelineAdapter(ABC):
                 self.cache.save(self.embedding_name(prompt), row)
         row_of_each: list[Row] = [rows[prompt] for prompt in prompts]  # type: ignore[misc]  # all are filled in by now
         stacked = {name: value.to(self.device) for name, value in stack_rows(row_of_each).items()}
-        for name, key in (("prompt_embeds", self.text_width), ("pooled", "pooled_projection_dim")):
-            if name in stacked:
-                of_encoders = f"embeddings ({name}) of its text encoders"
-                self._check_fit(of_encoders, stacked[name].shape[-1], self.transformer.config.get(key))
+        for name, like in self.embedding_like().items():
+            if name in stacked and like.is_floating_point() and stacked[name].shape[-1] != like.shape[-1]:
+                raise UserError(
+                    f"model.pretrained={self.pretrained} is invalid: the embeddings ({name}) of its text encoders are "
+                    f"{stacked[name].shape[-1]} wide, and its transformer takes {like.shape[-1]}, so they are of two "
+                    "models. Download or save the pipeline again, whole."
+                )
         dtype = self.transformer.dtype
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in stacked.items()}
 
@@ -288,14 +297,6 @@ class PipelineAdapter(ABC):
         dtypes = {name: str(self.dtypes.get(name, self.dtypes["default"])) for name in self.encoders}
         return {"length": self.max_sequence_length, "variant": self.variant, "dtypes": dtypes}
 
-    def _check_fit(self, name: str, width: int, taken: int | None) -> None:
-        """Raise UserError if what one part of the pipeline makes is not as wide as the next part takes it."""
-        if taken not in (None, width):
-            raise UserError(
-                f"model.pretrained={self.pretrained} is invalid: the {name} are {width} wide, and the part that reads "
-                f"them takes {taken}, so they are of two models. Download or save the pipeline again, whole."
-            )
-
     @torch.no_grad()
     def _encode_rows(self, prompts: list[Prompt]) -> list[Row]:
         if self.random:
@@ -310,9 +311,10 @@ class PipelineAdapter(ABC):
         encoders = [self.pipeline.components[name] for name in self.encoders]
         modules = [encoder for encoder in encoders if isinstance(encoder, nn.Module)]
         device = self.device if self.encode_on == "device" else torch.device("cpu")
-        self._note_long_prompts([prompt.text for prompt in prompts])
         chunks = [prompts[first : first + EMBED_BATCH] for first in range(0, len(prompts), EMBED_BATCH)]
-        with visiting(modules, device), errors_only():  # the pipelines print the text that a tokenizer drops, in full
+        # The pipelines print the text that a tokenizer drops, in full.
+        with reading(f"model.pretrained={self.pretrained} is invalid"), visiting(modules, device), errors_only():
+            self._note_long_prompts([prompt.text for prompt in prompts])
             parts = [self.encode_prompts(chunk, device) for chunk in chunks]
         return [
             {name: value[row] for name, value in part.items()}
@@ -380,8 +382,9 @@ class PipelineAdapter(ABC):
         if not is_float or images.ndim not in (4, 5) or (len(images), *images.shape[-3:]) != size:
             what = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
             raise UserError(
-                f"model.policy._target_={type(self).__name__} is invalid: its decode_latents must return floats in "
-                f"[-1, 1], {list(size)} or videos [{count}, F, 3, ...]; it returned {what}. Correct decode_latents."
+                f"model.pretrained={self.pretrained} is invalid for a {type(self).__name__}: its decode_latents must "
+                f"return floats in [-1, 1], {list(size)} or videos [{count}, F, 3, ...]; it returned {what}. Correct "
+                "vae/config.json or decode_latents."
             )
         if not self._has_decoded and (images.abs() > _BEYOND).float().mean() > 0.01:
             message = "the decoded images of %s span %.3g to %.3g and are clamped to [-1, 1]; see its decode_latents"

@@ -10,10 +10,9 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
-from hydra.utils import instantiate
 
 from solrl_lightning.artifacts.files import CHECKPOINT_BYTES
-from solrl_lightning.build import build_objective, quantization_rule, trained_as, with_option
+from solrl_lightning.build import build_objective, policy_on_meta, quantization_rule, trained_as, with_option
 from solrl_lightning.machine.memory import total_memory
 from solrl_lightning.names import SHADOW, TRAINED
 from solrl_lightning.options.run import Run
@@ -83,7 +82,7 @@ def plan_run(
     ``others``: further backends of the shadow to compute the bytes of. ``room``: bytes of a device for it, by which
     ``model.gradient_checkpointing=auto`` is chosen.
     """
-    model = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
+    model = policy_on_meta(cfg.model.policy)
     architecture = find_architecture(model.pretrained, model.pipeline_class)
     rule = quantization_rule(cfg.model.quantization)
     plans = {each: plan_layers(model.transformer, rule, each) for each in (backend, *others)}

@@ -10,19 +10,21 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel, SanaPipeline, StableDiffusion3Pipeline
 from fake_hub import COMMIT, REPOSITORY, FakeHub, serving
-from nano import BUILDERS, PROMPTS, load_nano, model_class, prompts_of
+from hydra.errors import InstantiationException
+from nano import BUILDERS, NANO, PROMPTS, load_nano, model_class, model_options, prompts_of
 from peft import LoraConfig
 from pretrain import MAX_WORDS
 from safetensors.torch import load_file, save_file
 from take_away import POINTER
 
+from solrl_lightning.build import policy_on_meta
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.loading import load_pipeline
 
 INDEX, TRANSFORMER = "model_index.json", "transformer/diffusion_pytorch_model.safetensors"
 T5 = "text_encoder_2/model.safetensors"
 Damage = Callable[[Path], object]
-AGAIN = "download or save the pipeline again"
+AGAIN = "Download or save it again, whole"
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ DAMAGES: list[tuple[Damage, str]] = [
         cast_weights(TRANSFORMER, torch.int8),
         "transformer is invalid: its weights are quantised .I8., and must be of 16",
     ),
-    (change("transformer/config.json", in_channels=16), "does not fit its config.json"),
+    (change("transformer/config.json", in_channels=16), f"do not fit together .*{AGAIN}"),
 ]
 
 
@@ -135,21 +137,61 @@ def test_missing_component_folder_is_not_looked_for_on_the_hub(
 @pytest.mark.parametrize(
     ("part", "key", "rule"),
     [
-        ("vae", "latent_channels", "the latents of its transformer are 8 wide, and the part that reads them takes 4"),
         ("text_encoder_2", "d_model", "the embeddings .prompt_embeds. of its text encoders are 4 wide"),
         ("text_encoder", "hidden_size", "the embeddings .pooled. of its text encoders are 4 wide"),
     ],
 )
-def test_parts_of_two_models_are_an_error(copied: Path, part: str, key: str, rule: str) -> None:
+def test_text_encoders_of_another_model_are_an_error(copied: Path, part: str, key: str, rule: str) -> None:
     cls = type(FluxPipeline.from_pretrained(copied).components[part])
     config = json.loads((copied / part / "config.json").read_text()) | {key: 4}
     shutil.rmtree(copied / part)
-    other = cls.from_config(config) if part == "vae" else cls(cls.config_class(**config))
-    other.save_pretrained(copied / part)
-    model = load_nano("flux1", str(copied))
+    cls(cls.config_class(**config)).save_pretrained(copied / part)
     with pytest.raises(UserError, match=f"model.pretrained={copied} is invalid: {rule}"):
-        model.encode(prompts_of(PROMPTS))
-        model.decode(model.noise(torch.tensor([0])))
+        load_nano("flux1", str(copied)).encode(prompts_of(PROMPTS))
+
+
+NODE = {"_target_": "solrl_lightning.policies.flux1.Flux1"} | model_options("flux1") | NANO
+
+
+def meta_error(folder: Path) -> str:
+    """The error of a folder's config files in one line, which names the folder; empty if there is none."""
+    try:
+        policy_on_meta(NODE | {"pretrained": str(folder)})
+    except (UserError, InstantiationException) as error:
+        message = str(error.__cause__ if isinstance(error, InstantiationException) else error)
+        assert re.fullmatch(f"model.pretrained={folder} is invalid: .*[.]", message)
+        return message
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "rule"),
+    [
+        ("vae", {"latent_channels": 4}, "channel"),
+        ("vae", {"scaling_factor": None}, "TypeError"),
+        ("transformer", {"axes_dims_rope": [4, 4, 4]}, "dimension of length 12"),
+        ("transformer", {"out_channels": 64}, "dimension of length 64"),
+        ("transformer", {"in_channels": "x"}, "TypeError"),
+        ("scheduler", {"shift": None}, "noise levels"),
+    ],
+)
+def test_parts_that_do_not_fit_are_an_error_before_weights_are_read(
+    copied: Path, part: str, values: dict[str, object], rule: str
+) -> None:
+    (file,) = (copied / part).glob("*config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    assert re.search(rule, meta_error(copied))
+
+
+def test_a_text_in_place_of_any_value_is_an_error_or_has_no_effect_on_shapes(copied: Path) -> None:
+    (copied / T5).unlink()  # text encoders are not looked at
+    file, refused = copied / "transformer" / "config.json", set()
+    config = json.loads(file.read_text())
+    for key in config:
+        file.write_text(json.dumps(config | {key: "x"}))
+        if meta_error(copied):
+            refused.add(key)
+    assert {"in_channels", "num_layers", "axes_dims_rope", "joint_attention_dim"} <= refused
 
 
 def test_every_architecture_loads_with_every_component_and_no_other(architecture: str, folder: str) -> None:

@@ -364,6 +364,15 @@ BROAD = {f"{ODD}.lora_A.weight": torch.ones(4, WIDTH), f"{ODD}.lora_B.weight": t
         (lambda state: of_rank(state, 0), metadata(lora_alpha=8), r"lora_A.weight has shape \[0, 32\]"),
         (lambda state: state, metadata(lora_alpha="8"), "its alpha must be a finite number; got '8'"),
         (lambda state: state, metadata(alpha_pattern={FIRST: "8"}), "its alpha must be a finite number; got '8'"),
+        (lambda state: state, metadata(alpha_pattern={"[": 8}), "its peft configuration: .*unterminated character set"),
+        (
+            lambda state: {
+                "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(WIDTH, 4),
+                "lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight": torch.ones(4, 3 * WIDTH),
+            },
+            {},
+            "diffusers cannot convert it .*split_sizes",
+        ),
         (
             lambda state: {n.replace("transformer.", "base_model.model.", 1): v for n, v in state.items()},
             {},
