@@ -59,7 +59,12 @@ if TYPE_CHECKING:  # a mistyped name is told before pydantic is loaded
 
 _FAILED, _USER_ERROR = 1, 2  # 2 as argparse
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141  # as shells report Ctrl-C, SIGTERM and SIGPIPE
-_NO_RECORD = ("hydra.output_subdir=null", f"hydra.job_logging.handlers.file.filename={os.devnull}")  # rank 0 writes it
+# What rank 0 writes and prints; warnings are of the rank itself.
+_NO_RECORD = (
+    "hydra.output_subdir=null",
+    f"hydra.job_logging.handlers.file.filename={os.devnull}",
+    "+hydra.job_logging.handlers.console.level=WARNING",
+)
 # Paths and prompts, which cannot be part of a folder's name.
 _TEXT_KEYS = "ckpt data.train data.eval model.pretrained reward.pretrained task.prompts task.prompt_file".split()
 

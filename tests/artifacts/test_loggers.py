@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from PIL import Image
 
-from solrl_lightning.artifacts.loggers import MLflow, Tracker
+from solrl_lightning.artifacts.loggers import MLflow, Tracker, WandB
 
 CALLS: dict[str, Any] = {
     "experiment": lambda tracker: tracker.experiment.add_histogram("x", 1),
@@ -129,3 +129,20 @@ def test_mlflow_continues_the_page_of_a_resumed_run_and_tags_what_has_changed(
         (file,) = tmp_path.iterdir()
         assert file.read_text() == run_id
         file.write_text("7b")
+
+
+def test_wandb_continues_the_page_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("solrl_lightning.artifacts.loggers.check_installed", lambda *args: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
+    ids: list[str | None] = []
+
+    def init(self: Any, id: str | None, **options: Any) -> None:
+        ids.append(id)
+        self._experiment = None
+
+    monkeypatch.setattr(WandbLogger, "__init__", init)
+    monkeypatch.setattr(WandbLogger, "experiment", property(lambda self: SimpleNamespace(id=ids[-1] or "7b")))
+    monkeypatch.setattr(WandbLogger, "log_hyperparams", lambda self, values: None)
+    for _ in range(2):
+        WandB(str(tmp_path), True).log_hyperparams({"seed": 1})
+    assert ids == [None, "7b"]

@@ -12,7 +12,7 @@ from solrl_lightning.artifacts.files import finite_only
 from solrl_lightning.artifacts.loggers import TensorBoard, Tracker
 from solrl_lightning.callbacks.common import find_callback
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
-from solrl_lightning.callbacks.summary import RunSummary, base_and_final, format_summary
+from solrl_lightning.callbacks.summary import RunSummary, base_and_final, format_summary, rank_fidelity
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.rewards.shapes import ShapesReward
@@ -212,6 +212,12 @@ def test_a_run_that_a_callback_has_ended_says_so(run, capsys):
 def test_base_and_final_are_none_without_an_evaluation():
     assert base_and_final([], "shapes") == (None, None, None)
     assert base_and_final([{"iteration": 4, "shapes": 0.7}], "shapes") == (None, 0.7, 4)
+
+
+def test_mean_fidelity_is_that_of_the_probes_that_have_one():
+    ranks = RankCorrelation(probe_every=1)
+    ranks.history = [{"iteration": i, "spearman": value} for i, value in enumerate((float("nan"), 0.5, 0.7))]
+    assert rank_fidelity(ranks)["mean"] == {"spearman": pytest.approx(0.6)}
 
 
 def test_finite_only_replaces_nan_and_infinity_by_none():

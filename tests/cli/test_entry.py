@@ -94,6 +94,7 @@ def negate(cfg: Run) -> float:
 
 
 def show_folder(cfg: Run) -> None:
+    logging.getLogger("solrl_lightning").info("a note of each rank")
     print(cfg.run_dir)
 
 
@@ -828,7 +829,9 @@ def test_ranks_of_srun_share_one_folder_that_rank_0_records(
         folder = tmp_path / "outputs" / "train" / f"slurm-4711.0{suffix}_tiny_sol_rl_shapes"
         for rank in ("3", "0"):
             set_all(monkeypatch, SRUN | {"SLURM_PROCID": rank, "SLURM_RESTART_COUNT": restarts})
-            assert command(task(show_folder), *ON_TWO_NODES).out.splitlines()[-1] == str(folder)
+            ended = command(task(show_folder), *ON_TWO_NODES)
+            assert ended.out.splitlines()[-1] == str(folder)
+            assert ("a note of each rank" in ended.out + ended.err) == (rank == "0")
             assert files(folder) == (OF_RANK_0 if rank == "0" else set())
     assert "already holds a run" in error_of(command, task(show_folder), *ON_TWO_NODES)
 
