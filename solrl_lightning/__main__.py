@@ -330,11 +330,9 @@ def _jobs(
             raise UserError(f"{key}={pattern['dir']} is invalid: ${{hydra:...}} has values in a job only. {fix}")
         with resolvable(cfg):
             folder = home.dir
-        if folder.startswith("~"):
-            full = path_option(key, os.path.expanduser(folder))
-            raise UserError(f"{key}={folder} is invalid: Hydra would make a folder ~ here. Write {full}.")
-        if Path(folder) == Path():
-            raise UserError(f"{key}={folder} is invalid: runs need a folder of their own. Name one, or leave it out.")
+        if folder.startswith("~") or Path(folder) == Path():
+            rule = "runs need a folder of their own, and Hydra would make one of the name ~"
+            raise UserError(f"{key}={folder} is invalid: {rule}. Name one without ~, or leave it out.")
         overrides = " ".join(override for override in of_job if override not in common)
         if overrides in jobs:
             raise UserError(f"The sweep has the run {overrides or 'of all its values'} twice. Give each value once.")

@@ -124,9 +124,6 @@ def with_option(cfg: Run, group: str, option: str) -> Run:
         if HydraConfig.initialized():  # in a job
             job: Any = HydraConfig.get()
             configs.look_in(own_sources(job))
-        known = configs.options(group)
-        if option not in known:
-            raise UserError(f"There is no {group} named {option!r}. The options are {', '.join(known)}.")
         tree[group] = OmegaConf.to_container(configs.compose([f"{group}={option}"])[group], resolve=False)
     OmegaConf.resolve(tree)
     return cfg.with_group(group, OmegaConf.to_container(tree[group]))

@@ -58,8 +58,6 @@ def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = obj
 
 def locate(key: str, node: Any) -> Callable[..., Any]:
     """Return the class or function that ``node``, the value of ``key``, names. Raises UserError."""
-    if not isinstance(node, dict) or "_target_" not in node:
-        raise UserError(f"{key}={node} is invalid: it must have a _target_, a class that Python finds.")
     name = node["_target_"]
     cause: Exception | None = None
     try:

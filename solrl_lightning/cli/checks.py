@@ -99,16 +99,13 @@ def check_needs(options: Run) -> None:
             f"{name}={os.environ[name]} in the environment is invalid: Lightning would take it in place of an option "
             f"that a run checks and records. Run unset {name}, and set trainer.<option>."
         )
-    if "ckpt" in task.reads and options.ckpt is None:
+    if ("ckpt" in task.reads and options.ckpt is None) or (isinstance(task, Generate) and not options.weights):
         raise UserError(
-            "This task takes the weights of a checkpoint. Set ckpt=<file>, or ckpt=last or ckpt=best of the newest run."
+            "ckpt=null is invalid: this task takes trained weights. Set ckpt=<file>, or ckpt=last or ckpt=best of the "
+            "newest run; task=generate also takes model.init_lora=<LoRA>."
         )
-    if isinstance(task, Generate):
-        if not options.weights:
-            fix = "Name them with ckpt=<file>, ckpt=last or model.init_lora=<LoRA>"
-            raise UserError(f"task.base=false leaves only the trained weights. {fix}.")
-        if task.prompt_file is not None:
-            check_source(task.prompt_file)
+    if isinstance(task, Generate) and task.prompt_file is not None:
+        check_source(task.prompt_file)
     if isinstance(task, Compare):
         finished_runs(task.runs)
     if isinstance(task, Serve):

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -40,7 +40,7 @@ _ONE_EACH = (
 )  # a run has one option of each
 _SEPARATORS = (",", "=")
 _UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads without quotes, in ASCII
-_OF_THE_PROGRAM = re.compile(r"task\.(reads|overrides)|callbacks\.summary\.hparams(\..*)?")  # with facts of the run
+_OF_THE_PROGRAM = re.compile(r"run_dir|task\.(reads|overrides)|callbacks\.summary\.hparams(\..*)?")  # facts of the run
 _STRAIGHT = str.maketrans("\u201c\u201d\u201e\u00ab\u00bb\u2018\u2019\u201a", '"' * 5 + "'" * 3)  # typographic quotes
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"
 _REPEATS = re.compile(r"\$\{([\w.]+)\}")  # the value of a key that repeats another key
@@ -172,13 +172,6 @@ class ConfigTree:
         """
         arguments = list(map(_with_home, self.parse(arguments)))
         overrides = self.parse(arguments)
-        for override in filter(adds, overrides):
-            group = override.key_or_group
-            if self.options(group) and group in self.compose([]).hydra.runtime.choices:
-                choice = str(override.input_line).lstrip("+")
-                raise UserError(
-                    f"{override.input_line} is invalid: {group} has an option, which is replaced. Use {choice}."
-                )
         dotted = [o for o in overrides if o.type == OverrideType.CHANGE and "." in o.key_or_group]
         if dotted:
             from solrl_lightning.options.run import Run  # pydantic takes 0.1 s
@@ -235,11 +228,10 @@ class ConfigTree:
         the first values that it may choose, and each of its jobs is checked when it starts (``__main__.run``).
         """
         overrides = self.parse(arguments)
-        if any(override.key_or_group == "run_dir" for override in overrides):
-            raise UserError("run_dir follows from the folder of the run. Set that with hydra.run.dir=<folder>.")
         for override in overrides:
             if _OF_THE_PROGRAM.fullmatch(override.key_or_group) and not override.is_add():
-                raise UserError(f"{override.input_line} is invalid: the program sets that key. Leave it out.")
+                fix = "Leave it out; hydra.run.dir=<folder> is the folder of a run"
+                raise UserError(f"{override.input_line} is invalid: the program sets that key. {fix}.")
             options = override.value() if self.options(override.key_or_group) else None
             if isinstance(options, list) and any(options.count(option) > 1 for option in options):
                 raise UserError(f"{override.input_line} is invalid: it names an option twice. Name each once.")
@@ -263,8 +255,6 @@ class ConfigTree:
         every = cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic"
         values = {override.get_key_element(): _swept(override, every) for override in overrides}
         jobs = [self.compose(combination) for combination in itertools.product(*values.values())]
-        if not jobs:
-            raise UserError(f"A sweep needs at least one run; {' '.join(str(o.input_line) for o in swept)} names none.")
         for job in jobs:
             check_root(job, overrides)
         return jobs
@@ -315,20 +305,15 @@ def _swept(override: Override, every: bool) -> list[str]:
     key, value = override.get_key_element(), override.value()
     if not override.is_sweep_override():
         return [str(override.input_line)]
-    if not isinstance(value, IntervalSweep):
-        try:
-            values = list(override.sweep_string_iterator())
-        except ValueError as error:
-            rule = "choice(...), range(...) or a list is the whole value, and the step of a range is not 0"
-            raise UserError(
-                f"{override.input_line} is invalid: {rule}. Write {key}=choice(1,2) or {key}=1,2."
-            ) from error
-        return [f"{key}={each}" for each in values][: None if every else 1]
-    if every:
-        raise UserError(
-            f"{override.input_line} is invalid: Hydra's basic sweeper needs a list. Give one, as in {key}=1,2."
-        )
-    return [f"{key}={value.start}"]
+    if isinstance(value, IntervalSweep) and not every:
+        return [f"{key}={value.start}"]
+    values: list[str] = []
+    with suppress(ValueError, HydraException):
+        values = list(override.sweep_string_iterator())
+    if not values:
+        rule = "Hydra's basic sweeper takes a list, choice(...) or range(...), not empty and with nothing beside it"
+        raise UserError(f"{override.input_line} is invalid: {rule}. Write {key}=choice(1,2) or {key}=1,2.")
+    return [f"{key}={each}" for each in values][: None if every else 1]
 
 
 def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
@@ -401,19 +386,20 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
     """
     choices, values, added = [], [], []
     for override in tree.parse(arguments):
-        if tree.options(override.key_or_group) and not isinstance(override.value(), dict):
+        if is_option := bool(tree.options(override.key_or_group)) and not isinstance(override.value(), dict):
             _check_option(override, tree.options(override.key_or_group))
+        if is_option or adds(override):
             choices.append(str(override.input_line))
-        elif adds(override):
-            choices.append(str(override.input_line))
-            added += [override] if override.is_add() else []
+            added += [override] if override.is_add() or (is_option and adds(override)) else []
         elif not override.is_delete():
             values.append(override)
     lines = [str(override.input_line) for override in added]
     present = tree.nodes([line for line in choices if line not in lines]) if added else {}
+    chosen = tree.compose([]).hydra.runtime.choices if added else {}
     for line, override in zip(lines, added, strict=True):
-        if not isinstance(present.get(override.key_or_group), dict | None):
-            rule = f"{override.key_or_group} is there, and a plus sign adds what is not"
+        key, is_node = override.key_or_group, isinstance(override.value(), dict)
+        if (key in chosen and not is_node) or not isinstance(present.get(key), dict | None):
+            rule = f"{key} is there, and a plus sign adds what is not"
             raise UserError(f"{line} is invalid: {rule}. Write {line.lstrip('+')}.")
     known = tree.nodes(choices) if values else {}
     for override in values:
@@ -434,11 +420,7 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
 def _check_option(override: Override, options: list[str]) -> None:
     group, value = override.key_or_group, override.value()
     for option in value if isinstance(value, list) else [value]:
-        if option is None and not override.is_delete():
-            raise UserError(
-                f"{group}=null is invalid: it must be one of {', '.join(options)}. Leave it out for the default."
-            )
-        if option is not None and str(option) not in options:
+        if str(option) not in options and not (option is None and override.is_delete()):
             near = did_you_mean([f"{group}={name}" for name in nearest(str(option), options)])
             raise UserError(f"There is no {group} named {option!r}.{near} The options are {', '.join(options)}.")
 

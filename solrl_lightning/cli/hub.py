@@ -81,7 +81,6 @@ def check_push(push: str) -> None:
     """Raise ``UserError`` if nothing can be uploaded to ``push``: offline by choice, or without a token."""
     from huggingface_hub import constants, get_token
 
-    if constants.HF_HUB_OFFLINE:
-        raise UserError(f"task.push={push} is invalid: HF_HUB_OFFLINE is set. Unset it for the upload.")
-    if get_token() is None:
-        raise UserError(f"task.push={push} is invalid: an upload needs a token. Log in with `hf auth login`.")
+    if constants.HF_HUB_OFFLINE or get_token() is None:
+        rule = "an upload needs a token, and HF_HUB_OFFLINE must not be set"
+        raise UserError(f"task.push={push} is invalid: {rule}. Log in with `hf auth login`, and unset HF_HUB_OFFLINE.")

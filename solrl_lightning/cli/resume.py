@@ -64,11 +64,10 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     checkpoints = [override for override in overrides if override.key_or_group == "ckpt"]
     if not checkpoints or checkpoints[-1].value() in (None, "null"):
         return Resumed(list(arguments))
-    if checkpoints[-1].is_sweep_override():
-        raise UserError(f"{checkpoints[-1].input_line} is invalid: ckpt takes one file. Start a run for each.")
     value = str(checkpoints[-1].value())
-    if value in ("last", "auto") and multirun:
-        raise UserError(f"ckpt={value} continues one run, so it does not go with -m. Name the file with ckpt=<file>.")
+    if checkpoints[-1].is_sweep_override() or (value in ("last", "auto") and multirun):
+        rule = "it takes one checkpoint, and ckpt=last and ckpt=auto continue one run, so that they do not go with -m"
+        raise UserError(f"{checkpoints[-1].input_line} is invalid: {rule}. Name one file with ckpt=<file>.")
     training = all(override.value() == "train" for override in overrides if override.key_or_group == "task")
     folder = next((Path(str(o.value())) for o in reversed(overrides) if o.key_or_group == "hydra.run.dir"), None)
     if value == "auto":

@@ -96,7 +96,7 @@ class Run(Group):
     """Lightning's Trainer."""
     callbacks: dict[str, Node | None] = {}
     """Callbacks by name."""
-    logger: dict[str, Any] = {}
+    logger: dict[str, Node | None] = {}
     """Loggers by name."""
     run_dir: str
     """The run's folder."""
@@ -240,7 +240,7 @@ class Run(Group):
             "callbacks.best.dirpath": (self.callback("best").get("dirpath", folder), folder),
         }
         for name, node in self.logger.items():
-            values[f"logger.{name}.log_model"] = (isinstance(node, dict) and bool(node.get("log_model")), False)
+            values[f"logger.{name}.log_model"] = (bool((node or {}).get("log_model")), False)
         for key, (actual, expected) in values.items():
             if actual != expected:
                 fix = (

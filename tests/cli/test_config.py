@@ -244,10 +244,10 @@ def test_the_home_folder_is_known_in_files_and_in_every_quoted_text(
     assert shapes["other"] == {"files": [f"{home}/a", "a~/b"]} and shapes["detector"] == f"{home}/c"
 
 
-@pytest.mark.parametrize("argument", ["+experiment=fast", "++reward=shapes"])
+@pytest.mark.parametrize("argument", ["+experiment=fast", "++reward=shapes", "+seed=1", "+run_dir=x"])
 def test_plus_replaces_no_option(argument: str) -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match=rf"{argument.lstrip('+')}\.$"):
-        tree.completed([argument])
+        tree.compose([argument])
 
 
 def test_a_file_with_the_name_of_a_packaged_option_is_an_error(tmp_path: Path) -> None:

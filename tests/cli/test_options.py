@@ -83,6 +83,7 @@ model.lora.target_modules=[1]    | model.lora.target_modules.0=1 is invalid: it 
 +evaluation.ever=5               | evaluation.ever=5 is invalid: nothing reads that key. Did you mean every?
 +model.ful_steps=8               | model.ful_steps=8 is invalid: nothing reads that key. Did you mean full_steps?
 reward.combine=mean              | it must be one of sum, gdpo
++logger._target_=a.B             | logger._target_=a.B is invalid: it must be a group of keys with a _target_
 reward.shapes=0.5                | it must have a _target_ and a weight. Set reward.shapes.weight=0.5.
 reward.shapes.weight=null        | 0 for a reward that is only evaluated. Set reward.shapes.weight=1.
 reward=http reward.http.url=ftp://scorer | reward.http.url=ftp://scorer is invalid: it must begin with http:// or
