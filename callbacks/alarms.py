@@ -57,8 +57,9 @@ class History:
         return [int(row["iteration"]) for row in rows], [row[metric] for row in rows]
 
     def values(self, column: int) -> Tensor:
-        """Return a column of all tables, float64 [E, P]."""
-        return torch.stack([table[:, column] for table in self.tables])
+        """Return a column of all tables, float64 [E, P], of the P prompts that have a value in each."""
+        values = torch.stack([table[:, column] for table in self.tables])
+        return values[:, values.isfinite().all(0)]
 
 
 class Alarm(NamedTuple):

@@ -125,7 +125,7 @@ class TensorBoard(_Iterations, TensorBoardLogger):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        signature(SummaryWriter).bind(**self._kwargs)  # Lightning creates the writer later, during the run
+        signature(SummaryWriter).bind(log_dir="", **self._kwargs)  # Lightning creates the writer later, during the run
 
 
 class CSV(_Iterations, CSVLogger):
@@ -138,7 +138,7 @@ class WandB(_Iterations, WandbLogger):
     Args:
         save_dir: folder of its files.
         offline: true, false, or auto: keep the run on this machine if there is no key.
-        options: arguments of Lightning's logger and of ``wandb.init``.
+        options: arguments of Lightning's logger and of ``wandb.init``, whose ``dir`` replaces ``save_dir``.
 
     Raises:
         UserError: wandb is not installed.
@@ -146,6 +146,7 @@ class WandB(_Iterations, WandbLogger):
 
     def __init__(self, save_dir: str, offline: bool | str, **options: Any) -> None:
         check_installed("logger=wandb", "wandb")
+        save_dir = options.pop("dir", save_dir)  # Lightning's logger would leave it out
         keep = not has_wandb_key() if offline == "auto" else bool(offline)
         if keep and offline == "auto":
             log.info(

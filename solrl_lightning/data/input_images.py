@@ -49,7 +49,8 @@ def _readable(named: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{named}: the image cannot be read: {sentence(error)} Write the file again.") from error
+        fix = "Write the file again, or a smaller one."
+        raise UserError(f"{named}: the image cannot be read: {sentence(error)} {fix}") from error
 
 
 def _check(file: Path) -> None:

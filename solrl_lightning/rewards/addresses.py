@@ -26,7 +26,8 @@ def check_url(key: str, url: object) -> None:
     if not _URL.match(str(url)):
         shown = "<hidden>" if "@" in str(url) else url
         raise UserError(
-            f"{key}={shown} is invalid: it must begin with http:// or https:// and have no user or password. Set "
+            f"{key}={shown} is invalid: it must begin with http:// or https://, a host and, if any, the number of its "
+            "port, and have no user or password. Set "
             f"{key}=http://<host>:<port>/<path>, and the token with export {TOKEN}=<token>."
         )
 

@@ -196,7 +196,7 @@ def score_images(
         with suppress(NonFiniteError):
             scores[row] = rewards(images[row : row + 1], [prompt])[0]
     count = int(scores.isnan().any(dim=1).sum())
-    message = "%d of %d explored candidates have no finite reward and are not selected: %s"
+    message = "%d of %d images have no finite reward and do not count: %s"
     log.warning(message, count, len(prompts), first)
     return scores
 

@@ -8,6 +8,7 @@ Shapes: M models, P prompts, n images per prompt, R reported scores (every rewar
 
 import csv
 import io
+import math
 import sys
 import time
 from collections import defaultdict
@@ -34,7 +35,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Evaluate
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.study.confidence import Mean, mean_of
-from solrl_lightning.training.evaluation import Evaluation
+from solrl_lightning.training.evaluation import Evaluation, means_of
 from solrl_lightning.training.module import SolRLModule
 
 _COLUMNS = ("mean", "standard_error", "low", "high")
@@ -68,6 +69,8 @@ def evaluate(cfg: Run) -> dict[str, Any]:
     scores = torch.stack([row.scores for row in scored], dim=1)  # [M, P, n, R]
 
     names = module.evaluation.names
+    for of_model in scores:
+        means_of(names, of_model.nanmean(1))
 
     def by_reward(rows: Sequence[int]) -> dict[str, dict[str, Any]]:
         return {name: compare_models(list(weights), scores[:, rows, :, i]) for i, name in enumerate(names)}
@@ -88,7 +91,7 @@ def evaluate(cfg: Run) -> dict[str, Any]:
         "tags": {tag: by_reward(rows) for tag, rows in kinds.items()},
         "seconds": time.perf_counter() - started,
     }
-    means = scores.mean(dim=2).permute(1, 2, 0).tolist()  # [P, R, M]
+    means = scores.nanmean(dim=2).permute(1, 2, 0).tolist()  # [P, R, M]
     result["per_prompt"] = [
         {"prompt": prompt.identity}
         | {name: dict(zip(weights, values, strict=True)) for name, values in zip(names, row, strict=True)}
@@ -157,13 +160,18 @@ def compare_models(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
 
 
 def over_prompts(scores: Tensor) -> Mean:
-    """Return the mean of scores [P, n] with its error over prompts."""
-    return mean_of(scores.mean(dim=1).tolist())
+    """Return the mean of scores [P, n] with its error over the prompts that have one."""
+    means = scores.nanmean(dim=1)
+    return mean_of(means[means.isfinite()].tolist() or [math.nan])
 
 
 def win_rate(ours: Tensor, theirs: Tensor) -> float:
-    """Return the share of images [P, n] with a higher score than their counterparts; a tie counts as half a win."""
-    return ((ours > theirs).double() + 0.5 * (ours == theirs).double()).mean().item()
+    """Return the share of images [P, n] with a higher score than their counterparts; a tie counts as half a win.
+
+    Pairs without both scores are left out.
+    """
+    difference = (ours - theirs)[(ours - theirs).isfinite()]
+    return ((difference > 0).double() + 0.5 * (difference == 0).double()).mean().item()
 
 
 def to_csv(evaluation: Evaluation, models: Sequence[str], scores: Tensor) -> str:

@@ -6,6 +6,7 @@ Shapes: P held-out prompts, n images per prompt, R scores (every reward and, of 
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from solrl_lightning.data.prompt import Prompt, contents, identities
 from solrl_lightning.data.prompts import digest
+from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statistics
 from solrl_lightning.names import SolverName
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -126,16 +128,22 @@ class Evaluation:
 
         seeds = evaluation_seeds(self.seed, identities(prompts), self.images)
         candidates = score(prompts, seeds, steps=self.steps, decode=decode_and_describe)
-        means = self.scores(candidates).double().mean(1)
+        means = self.scores(candidates).double().nanmean(1)
         of_prompts = prompt_statistics(torch.cat(statistics).unflatten(0, tuple(seeds.shape)))
         mean_parts = torch.cat(parts).double().unflatten(0, tuple(seeds.shape)).mean(1)
         return torch.cat([means, mean_parts.to(means), of_prompts.to(means)], dim=1)
 
     def means(self) -> dict[str, float]:
-        """Return the mean over prompts of each column of ``table``."""
+        """Return the mean over prompts of each column of ``table``; of a score, over the prompts that have one.
+
+        Raises:
+            NonFiniteError: no image has a score.
+        """
         assert self.table is not None, "an evaluation has filled it"
-        columns = zip(self.columns, self.table.unbind(1), strict=True)
-        return {name: float(column.mean()) for name, column in columns}
+        count = len(self.names)
+        others = [float(column.mean()) for column in self.table[:, count:].unbind(1)]
+        means = [*means_of(self.names, self.table[:, :count]), *others]
+        return dict(zip(self.columns, means, strict=True))
 
     def record(self, iteration: int, cost: Mapping[str, float]) -> dict[str, float]:
         """Add ``table`` to the history and return its means as metrics."""
@@ -156,13 +164,25 @@ class Evaluation:
 def evaluation_errors(names: Sequence[str], per_prompt: Tensor, base: Tensor | None) -> dict[str, dict[str, float]]:
     """Return the standard errors over prompts of the means, and of their differences to the base, prompt by prompt.
 
-    ``per_prompt`` and ``base`` are [P, R] with a column for each of ``names``. Empty for a single prompt; without the
-    differences if ``base`` is None or of other prompts.
+    ``per_prompt`` and ``base`` are [P, R] with a column for each of ``names``; a prompt without a score is left out.
+    Without the errors of a single prompt, and without the differences if ``base`` is None or of other prompts.
     """
     values = {"standard_error": per_prompt}
     if base is not None and base.shape == per_prompt.shape:
         values["change_error"] = per_prompt - base
-    if len(per_prompt) < 2:
-        return {}
-    errors = {key: (value.std(0) / len(value) ** 0.5).tolist() for key, value in values.items()}
+    scored = {key: value[value.isfinite().all(1)] for key, value in values.items()}
+    errors = {key: (value.std(0) / len(value) ** 0.5).tolist() for key, value in scored.items() if len(value) > 1}
     return {key: dict(zip(names, error, strict=True)) for key, error in errors.items()}
+
+
+def means_of(names: Sequence[str], per_prompt: Tensor) -> list[float]:
+    """Return the means of the scores [P, R] of these names over the prompts that have one.
+
+    Raises:
+        NonFiniteError: none has.
+    """
+    means = [float(column.nanmean()) for column in per_prompt.unbind(1)]
+    for name, mean in zip(names, means, strict=True):
+        if math.isnan(mean):
+            raise NonFiniteError(f"no held-out image has a finite {name} reward. Correct the reward, or the model.")
+    return means

@@ -156,13 +156,13 @@ class SolRLModule(LightningModule):
         progress: Progress,
         decode: Callable[[Tensor], Tensor] | None = None,
     ) -> Candidates:
-        """Return the candidates of seeds [P, n], sampled by the merged replica and scored by all rewards.
+        """Return the candidates of seeds [P, n], sampled by the merged replica and scored by all rewards, or NaN.
 
         ``weights``: "base", "old", "default" (trained) or "ema". ``decode`` replaces ``model.decode``; it is called in
         the order of the candidates.
         """
         stage = Stage(sampler=MERGED, steps=steps, solver=self.evaluation.solver)
-        encoded, score = self.encode(prompts), partial(score_images, decode or self.model.decode)
+        encoded, score = self.encode(prompts), partial(score_images, decode or self.model.decode, or_nan=True)
         with self.merged_with(weights) as sampler, closing(sampler.sample(stage, encoded, seeds)) as chunks:
             return score_chunks(chunks, encoded, seeds, self.rewards, score, progress, self.scoring_worker)
 

@@ -95,6 +95,12 @@ def test_a_logger_needs_no_experiment(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.messages and four.logged == [{"seed": 1}, ({"x": 1.0}, 2)]
 
 
+def test_folder_of_wandb_init_replaces_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("solrl_lightning.machine.packages.is_installed", {"wandb"}.__contains__)
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", True)
+    assert WandB(str(tmp_path / "run"), True, dir=str(tmp_path / "fast")).save_dir == str(tmp_path / "fast")
+
+
 def test_mlflow_s_pictures_lie_where_the_option_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("solrl_lightning.machine.packages.is_installed", {"mlflow"}.__contains__)
     places: list[str] = []

@@ -87,6 +87,7 @@ reward.combine=mean              | it must be one of sum, gdpo
 reward.shapes=0.5                | it must have a _target_ and a weight. Set reward.shapes.weight=0.5.
 reward.shapes.weight=null        | 0 for a reward that is only evaluated. Set reward.shapes.weight=1.
 reward=http reward.http.url=ftp://scorer | reward.http.url=ftp://scorer is invalid: it must begin with http:// or
+reward=http reward.http.url=http://scorer: | a host and, if any, the number of its port
 reward=vlm reward.vlm.url=localhost:8001/v1 | Set reward.vlm.url=http://<host>:<port>/<path>, and
 reward=vlm reward.vlm.answers={yes:1,no:1} | it must be two or more texts or whole numbers that differ not only
 reward=vlm ++reward.vlm.answers={yes:1,Yes:0} | it must be two or more texts or whole numbers that differ

@@ -317,7 +317,7 @@ def test_non_finite_explored_candidate_is_never_selected(
     others = ~rewards.isnan()
     torch.testing.assert_close(rewards[others], expected.rewards.flatten()[others], rtol=0, atol=1e-5)
     for i, record in zip(broken, caplog.records, strict=True):
-        assert "1 of 4 explored candidates have no finite reward and are not selected" in record.message
+        assert "1 of 4 images have no finite reward and do not count" in record.message
         assert record.message.endswith(f"with seed {SEEDS.flatten()[i]}")
     chosen = select_contrastive(actual.rewards, 4)
     assert not actual.take(chosen).rewards.isnan().any()

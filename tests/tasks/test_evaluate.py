@@ -18,7 +18,16 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.seeds import evaluation_seeds
-from solrl_lightning.tasks.evaluate import Scored, draw, evaluate, in_order, over_prompts, to_csv, win_rate
+from solrl_lightning.tasks.evaluate import (
+    Scored,
+    compare_models,
+    draw,
+    evaluate,
+    in_order,
+    over_prompts,
+    to_csv,
+    win_rate,
+)
 from solrl_lightning.tasks.train import train
 from solrl_lightning.training.evaluation import Evaluation
 
@@ -125,3 +134,11 @@ def test_errors_are_over_prompts_not_over_images() -> None:
 def test_tie_is_half_a_win() -> None:
     ours, theirs = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.0, 2.0], [4.0, 5.0]])
     assert win_rate(ours, theirs) == pytest.approx(1.5 / 4)
+
+
+def test_pair_without_both_scores_is_left_out() -> None:
+    base = torch.tensor([[0.0, math.nan], [1.0, 3.0], [math.nan, math.nan]], dtype=torch.float64)
+    trained = torch.tensor([[0.5, 9.0], [3.0, math.nan], [1.0, 1.0]], dtype=torch.float64)
+    compared = compare_models(["base", "trained"], torch.stack([base, trained]))
+    assert (compared["win_rate"], compared["difference"]["mean"]) == (1.0, pytest.approx((0.5 + 2.0) / 2))
+    assert compared["base"]["mean"] == pytest.approx((0.0 + 2.0) / 2)

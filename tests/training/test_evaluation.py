@@ -1,14 +1,17 @@
 """What an evaluation says of itself before its results."""
 
 import logging
+import math
 
 import pytest
+import torch
 
 from solrl_lightning.data.prompt import Prompt
+from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.training import evaluation
-from solrl_lightning.training.evaluation import Estimate, Evaluation
+from solrl_lightning.training.evaluation import Estimate, Evaluation, evaluation_errors
 
 
 def test_an_estimate_is_logged_once_and_leaves_out_the_batch_that_compiles(
@@ -42,3 +45,19 @@ def test_evaluations_with_other_noise_measure_the_same_and_do_not_compare() -> N
     assert one.digest == other.digest != longer.digest
     assert len({each.digest_with_noise for each in (one, other, longer)}) == 3
     assert Evaluation([Prompt("a red circle", {"count": 2})], rewards, "euler", 4, 2, 7).digest != one.digest
+
+
+def test_prompt_without_a_score_is_left_out_of_means_and_paired_differences() -> None:
+    rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
+    measured = Evaluation([Prompt(name) for name in "abcd"], rewards, "euler", 4, 2, 7)
+    nan = math.nan
+    table = torch.zeros(4, len(measured.columns), dtype=torch.float64)
+    table[:, 0] = torch.tensor([0.1, nan, 0.3, 0.8])
+    measured.table = table
+    assert measured.means()["shapes"] == pytest.approx(0.4)
+    base = torch.tensor([[0.0], [0.5], [nan], [0.5]], dtype=torch.float64)
+    errors = evaluation_errors(["shapes"], table[:, :1], base)
+    assert errors["change_error"]["shapes"] == pytest.approx(0.1)  # of 0.1 and 0.3
+    table[:, 0] = nan
+    with pytest.raises(NonFiniteError, match="no held-out image has a finite shapes reward"):
+        measured.means()
