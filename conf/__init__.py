@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.cli.launch import launched
+from solrl_lightning.names import trained_reward
 
 # ${reward_names:} is the chosen rewards joined by "+": Hydra's own ${hydra:runtime.choices.reward} has no lists.
 OmegaConf.register_new_resolver(
@@ -17,7 +18,7 @@ OmegaConf.register_new_resolver(
 # ${trained_reward:} is the name of the reward that is trained on, in eval/<name>: WeightedRewards.name.
 OmegaConf.register_new_resolver(
     "trained_reward",
-    lambda *, _root_: _names(_root_)[0] if len(_names(_root_)) == 1 else "weighted_sum",
+    lambda *, _root_: trained_reward({name: _root_.reward[name].weight for name in _names(_root_)}),
     replace=True,
 )
 # ${launched:<pattern>} is ${now:<pattern>}, but the same in every rank.

@@ -1,5 +1,6 @@
 """Names that a configuration is checked against before torch loads. The modules that implement them import them."""
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import Final, Literal
 
@@ -50,3 +51,8 @@ def check_backend(precision: str, backend: str) -> None:
             f"precision.backend={backend} is invalid: with precision={precision} it must be one of {known}. Leave it "
             "out for the fastest one here."
         )
+
+
+def trained_reward(weights: Mapping[str, float]) -> str:
+    """Return the name of the reward that is trained on: the only one, of which more is better, or the weighted sum."""
+    return next(iter(weights)) if [weight > 0 for weight in weights.values()] == [True] else "weighted_sum"

@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import Required, TypedDict
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.names import Combination
+from solrl_lightning.names import Combination, trained_reward
 from solrl_lightning.options.rules import HERE, NODE, Broken, Group, number
 from solrl_lightning.rewards.addresses import check_url
 
@@ -66,7 +66,7 @@ class Reward(Group):
     @property
     def name(self) -> str:
         """The reward that is trained on, as ``WeightedRewards.name``."""
-        return next(iter(self.entries)) if len(self.entries) == 1 else "weighted_sum"
+        return trained_reward({name: member["weight"] for name, member in self.entries.items()})
 
     @model_validator(mode="before")
     @classmethod

@@ -227,7 +227,7 @@ class Run(Group):
         if self.optimizer_steps > family.keep:
             rule = f"it must be at most family.keep={family.keep}, so that each step has rows of every prompt."
             raise Broken(rule, "optimizer_steps", f"Set optimizer_steps={family.keep} or raise family.keep.")
-        names = [*self.reward.members, *([self.reward.name] if len(self.reward.members) > 1 else [])]
+        names = dict.fromkeys([*self.reward.members, self.reward.name])
         monitor = self.callback("best").get("monitor")
         if monitor is not None and monitor not in names:
             rule = f"it must be one of the run's rewards, {', '.join(names)}, or null."

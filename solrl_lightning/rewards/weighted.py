@@ -15,6 +15,7 @@ from torch import Tensor
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.frames import choose_frames
+from solrl_lightning.names import trained_reward
 from solrl_lightning.rewards.base import Metadata, Reward, call_with_metadata
 
 Combine = Callable[[Tensor, Tensor], Tensor]
@@ -51,7 +52,7 @@ COMBINATIONS: dict[str, Combine] = {"sum": weighted_sum, "gdpo": gdpo}
 class WeightedRewards:
     """R rewards by name, with their weights and what combines them.
 
-    ``name`` labels the sum in curves and tables: "weighted_sum", or the name of the only reward.
+    ``name`` labels the sum in curves and tables: "weighted_sum", or the name of the only reward if it is to rise.
     ``frames``: those of a video that are scored, as in ``choose_frames``.
     """
 
@@ -65,7 +66,7 @@ class WeightedRewards:
         self.frames = frames
         self.rewards, self.combine = dict(rewards), combine
         self.weights = {name: float(weights[name]) for name in rewards}
-        self.name = next(iter(self.rewards)) if len(self.rewards) == 1 else "weighted_sum"
+        self.name = trained_reward(self.weights)
 
     @property
     def for_training(self) -> "WeightedRewards":

@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 import solrl_lightning.rewards
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, RewardError, UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
 
@@ -236,6 +238,15 @@ def test_rollouts_are_scored_by_the_rewards_of_positive_and_negative_weight() ->
     assert list(rewards.for_training.rewards) == ["counting", "brightness"]
     for each in (rewards, rewards.for_training):
         assert each.total(each(images, prompts)).tolist() == [2 * 3 - 0.5 * 0.5, 2 * -1 - 0.5 * 1.0]
+
+
+@pytest.mark.parametrize(("weight", "name"), [(2.0, "brightness"), (-1.0, "weighted_sum")])
+def test_less_of_a_reward_of_negative_weight_is_better(compose: Callable[..., Run], weight: float, name: str) -> None:
+    rewards = WeightedRewards({"brightness": Brightness()}, {"brightness": weight})
+    assert rewards.name == rewards.for_training.name == name
+    options = compose("callbacks=early_stopping", f"reward.shapes.weight={weight}")
+    (reward,) = {options.reward.name, options.callback("early_stopping")["monitor"].removeprefix("eval/")}
+    assert reward == name.replace("brightness", "shapes")
 
 
 def test_metadata_of_a_reward_called_alone_are_a_list_or_nothing() -> None:
