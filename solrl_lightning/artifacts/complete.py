@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from solrl_lightning.artifacts.hub import check_fetched, is_path
 from solrl_lightning.errors import UserError, is_out_of_memory, sentence
@@ -60,29 +60,20 @@ def check_undamaged(key: str, name: str, part: str = "") -> None:
         if file.suffix == ".json":
             check_json(key, name, file)
         if file.suffix == ".safetensors":
-            try:
-                with safe_open(file, framework="pt"):
-                    pass  # its header tells the size of a whole file
-            except (SafetensorError, OSError) as error:
-                problem = f"{file} is damaged or cut: {sentence(error)}"
-                raise UserError(f"{key}={name} is invalid: {problem} Download or save it again, whole.") from error
+            with reading(f"{key}={name} is invalid: {file}"), safe_open(file, framework="pt"):
+                pass  # its header tells the size of a whole file
 
 
 def check_json(key: str, name: str, file: Path) -> None:
     """Raise UserError for a file of ``name`` that is no JSON object."""
-    if problem := _problem_of_json(file, file.stat().st_mtime_ns):
-        raise UserError(
-            f"{key}={name} is invalid: {file} must be a JSON object{problem}. Download or save it again, whole."
-        )
+    with reading(f"{key}={name} is invalid: {file} must be a JSON object"):
+        _keys_of(file, file.stat().st_mtime_ns)
 
 
 @cache
-def _problem_of_json(file: Path, written: int) -> str:
-    """Return what is wrong with a JSON file, which was ``written`` then; empty if it is an object."""
-    try:
-        return "" if isinstance(json.loads(file.read_text(encoding="utf-8")), dict) else ", and is none"
-    except (ValueError, RecursionError) as error:
-        return f" ({sentence(error).rstrip('.')})"
+def _keys_of(file: Path, written: int) -> list[str]:
+    """Return the keys of a JSON object, which was ``written`` then."""
+    return list(json.loads(file.read_text(encoding="utf-8")).keys())
 
 
 def _files_of(cls: Any, folder: Path, chats: bool) -> Iterator[tuple[str, ...]]:

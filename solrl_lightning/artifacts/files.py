@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
+from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.artifacts.hub import fetch
-from solrl_lightning.errors import UserError, WriteError, sentence
+from solrl_lightning.errors import UserError, WriteError
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
 
 def load_tensors(key: str, name: str, *files: str, kind: str, hint: str) -> dict[str, Tensor]:
-    """Return the tensors by name of a file of torch.save, which may hold them under the key ``state_dict``.
+    """Return the tensors by name of a file of safetensors, or of torch.save, maybe under the key ``state_dict``.
 
     ``name`` is a file, or a folder or hub id with one of ``files``; ``key``, ``kind`` and ``hint`` as in ``fetch``.
     UserError if the file does not exist, is damaged, holds code, or holds something else than tensors.
@@ -105,14 +107,11 @@ def load_tensors(key: str, name: str, *files: str, kind: str, hint: str) -> dict
     file = Path(name).expanduser()
     if not file.is_file():
         file = fetch(name, *files, key=key, kind=kind, hint=hint)
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-    # torch's unpickler also raises LookupError and ValueError for damaged files.
-    except (OSError, RuntimeError, EOFError, LookupError, ValueError, UnpicklingError) as error:
-        raise UserError(
-            f"the file {file} of {key}={name} is invalid: it cannot be read as weights: {sentence(error)} Delete it "
-            "and download it again, or give another file."
-        ) from error
+    with reading(f"the file {file} of {key}={name} is invalid: it cannot be read as weights"):
+        if file.suffix == ".safetensors":
+            content: Any = load_file(file)
+        else:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     weights = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         actual = f"keys {', '.join(map(str, content))[:200]}" if isinstance(content, dict) else type(content).__name__

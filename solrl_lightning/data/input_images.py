@@ -4,18 +4,18 @@ One instruction for two images is two prompts: `Prompt.identity` has the name of
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.errors import UserError
 
 _END_OF_JPEG, _TAIL = b"\xff\xd9", 1024  # bytes
+_READABLE = "its picture must be whole, and no larger than Pillow reads"
 
 
 def with_image(prompt: Prompt, source: str) -> Prompt:
@@ -28,7 +28,7 @@ def with_image(prompt: Prompt, source: str) -> Prompt:
     """
     name, folder = prompt.metadata.get("image"), Path(source).parent
     row = f"the prompt {prompt.text.strip()[:60]!r} of {source} is invalid"
-    with _readable(row):
+    with reading(row):
         files = (place / str(name) for place in (folder, folder / "images"))
         file = next((file for file in files if file.is_file()), None)
     if file is None:
@@ -38,19 +38,9 @@ def with_image(prompt: Prompt, source: str) -> Prompt:
             "such file, nor has images/ in it. Correct the row, or put the file there; write pictures that a table "
             "holds as files (docs/models/qwen_image_edit.md), or choose a model without input."
         )
-    with _readable(row):
+    with reading(f"{row}: {_READABLE}"):
         _check(file)
     return Prompt(prompt.text.strip(), {**prompt.metadata, INPUT_IMAGE: str(file.resolve())}, str(name))
-
-
-@contextmanager
-def _readable(named: str) -> Iterator[None]:
-    """Turn the errors of Pillow, and those of a path, into a UserError that begins with ``named``."""
-    try:
-        yield
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        fix = "Write the file again, or a smaller one."
-        raise UserError(f"{named}: the image cannot be read: {sentence(error)} {fix}") from error
 
 
 def _check(file: Path) -> None:
@@ -86,7 +76,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 @lru_cache(maxsize=32)
 def load_square(file: str, side: int) -> Image.Image:
     """Crop the square in the middle of an image, upright, in RGB, with ``side`` pixels a side."""
-    with _readable(f"the input image {file} is invalid"), Image.open(file) as opened:
+    with reading(f"the input image {file} is invalid: {_READABLE}"), Image.open(file) as opened:
         image = as_rgb(ImageOps.exif_transpose(opened))
     width, height = image.size
     square = min(width, height)

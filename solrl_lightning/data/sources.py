@@ -11,12 +11,12 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.artifacts.formatting import shell_quoted
 from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.data.prompt import Prompt
@@ -206,21 +206,9 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _read_utf8(path: Path) -> str:
-    with _readable(path, "UTF-8 text", UnicodeDecodeError):
-        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")  # byte order mark
-
-
-@contextmanager
-def _readable(path: Path, form: str, damaged: type[Exception]) -> Iterator[None]:
-    """Turn the errors of a file that cannot be read in a ``form`` into UserError."""
-    try:
+    with reading(f"the prompt file {path} is invalid: it must be UTF-8 text"):
         check_fetched(path, f"the prompt file {path} is invalid")
-        yield
-    except (OSError, damaged) as error:
-        raise UserError(
-            f"the prompt file {path} is invalid: it cannot be read as {form}: {sentence(error)} Check its permissions, "
-            f"or save it again as {form}."
-        ) from error
+        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")  # byte order mark
 
 
 def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Prompt]:
@@ -342,9 +330,10 @@ def _check_needless_quotes(text: str, path: Path) -> None:
 
 
 def _read_parquet(path: Path, column: str) -> list[Prompt]:
-    from pyarrow import ArrowException, parquet
+    from pyarrow import parquet
 
-    with _readable(path, "a parquet file", ArrowException):
+    with reading(f"the prompt file {path} is invalid: it must be a parquet file"):
+        check_fetched(path, f"the prompt file {path} is invalid")
         table = parquet.ParquetFile(path)
         schema = table.schema_arrow
         _check_column(schema.names, column, str(path))

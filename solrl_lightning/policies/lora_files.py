@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.artifacts.hub import check_fetched, fetch
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.errors import UserError
 from solrl_lightning.names import LORA_FILES, PEFT_CONFIG
 from solrl_lightning.policies.lora import layer_shapes
 
@@ -68,16 +68,14 @@ def read_lora_file(
     tensors = {name: value.float() for name, value in tensors.items()}
     with reading(f"{named}: its peft configuration"):
         _fold_alphas(tensors, config)
+    if wrong := [name for name, value in tensors.items() if not value.isfinite().all()]:
+        raise UserError(f"{named}: {min(wrong)}, with its alpha, must have finite values. {_FIX}")
     shapes = layer_shapes(transformer)
     state = _in_names_of(shapes, tensors)
     if state is None:
-        try:
+        cannot = f"{min(tensors)} is in the names of no layer of {type(transformer).__name__}, and diffusers cannot"
+        with reading(f"{named}: {cannot} convert it"):  # its converters check little
             converted = pipeline_class.lora_state_dict(dict(tensors))
-        except Exception as error:  # its converters check little
-            raise UserError(
-                f"{named}: {min(tensors)} is in the names of no layer of {type(transformer).__name__}, and diffusers "
-                f"cannot convert it ({sentence(error).rstrip('.')}). {_FIX}"
-            ) from error
         state = {name.removeprefix(_PREFIXES[0]): value for name, value in converted.items()}
         named += ": by the names to which diffusers converts its own"  # some it drops or gives to another layer
     elif of_peft and not beside.is_file():
@@ -89,25 +87,13 @@ def read_lora_file(
 
 def _of_transformer(settings: str, named: str) -> dict[str, Any]:
     """Return the peft configuration of the transformer, from diffusers' metadata or from peft's file."""
-    try:
-        config = json.loads(settings)
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        raise UserError(f"{named}: its peft configuration must be a JSON object. {_FIX}")
-    config = {key.removeprefix("transformer."): value for key, value in config.items() if "text_encoder" not in key}
-    alphas = config.get("alpha_pattern") or {}
-    values = [config.get("lora_alpha", 1), *(alphas.values() if isinstance(alphas, dict) else [alphas])]
-    for value in values:
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise UserError(f"{named}: its alpha must be a finite number; got {value!r}. {_FIX}")
-    return config
+    with reading(f"{named}: its peft configuration must be a JSON object"):
+        items = json.loads(settings).items()
+    return {key.removeprefix("transformer."): value for key, value in items if "text_encoder" not in key}
 
 
 def _check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str) -> None:
-    """Raise ``UserError`` for tensors that are not all A, B and alpha of a LoRA, or are not finite."""
-    if not tensors:
-        raise UserError(f"{named}: it has no weights of a transformer. {_FIX}")
+    """Raise ``UserError`` for tensors that are not all A, B and alpha of a LoRA."""
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start not in _PLAIN_STARTS:
         raise UserError(
@@ -115,13 +101,13 @@ def _check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str)
             "path_initial_model_for_weight_conversion=<its initial adapter>, which converts it."
         )
     for name, value in tensors.items():
-        if not name.endswith(".alpha") and not _WEIGHT.fullmatch(name):  # a bias, or the magnitude of a DoRA
-            raise UserError(f"{named}: {name} is neither A, B nor alpha of a LoRA, and a run trains no more. {_FIX}")
-        of_floats = value.is_floating_point() or name.endswith(".alpha")
-        if not of_floats or not value.float().isfinite().all():
-            raise UserError(f"{named}: {name} ({value.dtype}) must have finite floating-point values. {_FIX}")
-        if value.ndim < 2 and value.numel() != 1 or value.ndim >= 2 and name.endswith(".alpha") or not value.numel():
-            raise UserError(f"{named}: {name} has shape {list(value.shape)}. {_FIX}")
+        is_alpha = name.endswith(".alpha") and value.ndim < 2 and value.numel() == 1
+        is_factor = _WEIGHT.fullmatch(name) and value.is_floating_point() and value.ndim > 1 and value.numel()
+        if not is_alpha and not is_factor:  # as a bias, or the magnitude of a DoRA
+            raise UserError(
+                f"{named}: {name}, {value.dtype} {list(value.shape)}, is neither A nor B of a LoRA in floating point, "
+                f"nor an alpha, and a run trains no more. {_FIX}"
+            )
 
 
 def _fold_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
@@ -168,16 +154,14 @@ def _checked(
         raise UserError(f"{named}: it has no weights of the layers of {model}. {_FIX}")
     state: dict[str, Tensor] = {}
     for layer, pair in factors.items():
-        if layer not in shapes:
-            raise UserError(f"{named}: it adapts {layer}, which is no layer of {model}. {_FIX}")
-        if missing := {"A", "B"} - pair.keys():
-            raise UserError(f"{named}: {layer} has no lora_{missing.pop()}. Save the LoRA again.")
-        down, up = pair["A"], pair["B"]
-        shape = (up.shape[0], *down.shape[1:])
-        if shape != shapes[layer] or down.shape[0] != up.shape[1]:
-            sizes = f"{list(up.shape)} times {list(down.shape)}"
-            raise UserError(f"{named}: the update of {layer} is {sizes}, and the layer {list(shapes[layer])}. {_FIX}")
-        state |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+        fits = pair.keys() == {"A", "B"} and pair["A"].shape[0] == pair["B"].shape[1]
+        if not fits or (pair["B"].shape[0], *pair["A"].shape[1:]) != shapes.get(layer):
+            sizes = " and ".join(f"{name} {list(value.shape)}" for name, value in sorted(pair.items()))
+            raise UserError(
+                f"{named}: it has {sizes} of {layer}; A and B must be there, and their product of the size of that "
+                f"layer of {model}, {shapes.get(layer, 'none')}. {_FIX}"
+            )
+        state |= {f"{layer}.lora_{name}.weight": pair[name] for name in ("A", "B")}
     return state
 
 

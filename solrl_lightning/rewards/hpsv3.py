@@ -14,16 +14,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessor, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from solrl_lightning.artifacts.files import check_state_dict_keys
-from solrl_lightning.artifacts.hub import fetch
+from solrl_lightning.artifacts.files import check_state_dict_keys, load_tensors
 from solrl_lightning.data.sources import github_file
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.errors import UserError
 from solrl_lightning.options.rules import Count
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.loading import floating_dtype, read_parts
@@ -139,20 +136,15 @@ def read_instruction(file: Path) -> str:
 def _read_weights(pretrained: str) -> dict[str, Tensor]:
     """Return tensors by their names in ``Qwen2VLModel``; names of the head begin with rm_head."""
     key = "reward.hpsv3.pretrained"
-    file = fetch(pretrained, WEIGHTS, key=key, kind="HPSv3 model", hint=_HINT)
-    try:
-        tensors = load_file(file)
-    except (SafetensorError, OSError) as error:
-        fix = "Delete it and download it again."
-        raise UserError(f"the file {file} of {key}={pretrained} is damaged: {sentence(error)} {fix}") from error
+    tensors = load_tensors(key, pretrained, WEIGHTS, kind="HPSv3 model", hint=_HINT)
     renamed = {}
     for name, value in tensors.items():
         if not name.startswith("lm_head."):  # of generation
             inner = name.removeprefix("model.")
             text = name.startswith("model.") and not inner.startswith(("language_model.", "visual."))
             renamed[f"language_model.{inner}" if text else inner] = value
-    if "language_model.embed_tokens.weight" not in renamed or "rm_head.0.weight" not in renamed:
-        raise UserError(f"{key}={pretrained} is invalid: {file} is not HPSv3's. Give {REPOSITORY}.")
+    needed = {"language_model.embed_tokens.weight", "rm_head.0.weight"}
+    check_state_dict_keys(key, pretrained, needed - renamed.keys(), ())
     return renamed
 
 

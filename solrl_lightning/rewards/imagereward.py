@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import InterpolationMode, center_crop, normalize, resize
 from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
-from solrl_lightning.artifacts.complete import check_undamaged
+from solrl_lightning.artifacts.complete import check_undamaged, reading
 from solrl_lightning.artifacts.files import check_state_dict, check_state_dict_keys, load_tensors
 from solrl_lightning.artifacts.hub import fetch
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.errors import UserError
 from solrl_lightning.options.rules import Count
 from solrl_lightning.rewards.aesthetic import linear_head
 from solrl_lightning.rewards.base import Reward, unique_prompts
@@ -125,13 +125,8 @@ def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
     key, hint = "reward.imagereward.tokenizer", _HINT.replace(_RELEASE, _TOKENIZER)
     vocabulary = fetch(tokenizer, "vocab.txt", "tokenizer.json", key=key, kind="BERT tokenizer", hint=hint)
     check_undamaged(key, tokenizer)
-    try:
+    with reading(f"{key}={tokenizer} is invalid: {vocabulary}"):
         loaded = BertTokenizer.from_pretrained(vocabulary.parent)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{key}={tokenizer} is invalid: it cannot be read: {sentence(error)} Delete {vocabulary} and download "
-            f"{_TOKENIZER} again."
-        ) from error
     loaded.add_tokens(_ADDED_TOKENS, special_tokens=True)
     if len(loaded) != vocab_size:
         raise UserError(
@@ -183,12 +178,6 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
 
 
 def _read_text_config(file: Path) -> dict[str, Any]:
-    try:
+    with reading(f"the file {file} of the reward imagereward is invalid: it must be JSON with {', '.join(_TEXT_KEYS)}"):
         config = json.loads(file.read_text(encoding="utf-8"))
         return {key: config[key] for key in _TEXT_KEYS}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"the file {file} of the reward imagereward is invalid: it must be JSON with the text tower's "
-            f"{', '.join(_TEXT_KEYS)}; reading stopped at {sentence(error)} Download it again: `hf download "
-            f"{_RELEASE}`."
-        ) from error

@@ -1,24 +1,19 @@
 """Loads reward models from a hub id or the disk and checks that every weight is used."""
 
 from os.path import expanduser
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from solrl_lightning.artifacts.complete import check_complete
+from solrl_lightning.artifacts.complete import check_complete, reading
 from solrl_lightning.artifacts.files import check_state_dict, check_state_dict_keys, load_tensors
 from solrl_lightning.artifacts.hub import fetch
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.errors import UserError
 from solrl_lightning.rewards.preprocessing import CropToSquare
 
 _HINT = "Or give a local folder that save_pretrained wrote."
 _BICUBIC = 3  # PIL's number
-# transformers raises OSError and ValueError for missing files, ImportError for the package of a quantised model, and
-# passes on the others for damaged files.
-_READING = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, UnpicklingError)
 
 
 def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
@@ -71,12 +66,8 @@ def read_parts(
     fetch(name, file, key=key, kind=kind, hint=_HINT)
     for part in parts:
         check_complete(key, name, made.get(part, part), chats=chats)
-    try:
+    with reading(f"{key}={name} is invalid: it cannot be read as a {kind}"):
         return [part.from_pretrained(expanduser(name), **options) for part in parts]
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{key}={name} is invalid: it cannot be read as a {kind}: {sentence(error)} Save or download it again."
-        ) from error
 
 
 def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, device: torch.device) -> nn.Module:
@@ -123,13 +114,8 @@ def load_weights(
     cls: Any, key: str, name: str, kind: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, dict[str, Any]]:
     """Return the model of transformers' class ``cls`` of a hub id or folder, and transformers' record of it."""
-    try:
+    with reading(f"{key}={name} is invalid: its weights cannot be read as those of a {kind}"):
         model, info = cls.from_pretrained(expanduser(name), dtype=dtype, output_loading_info=True)
-    except _READING as error:
-        raise UserError(
-            f"{key}={name} is invalid: its weights cannot be read as those of a {kind}: {sentence(error)} A file is "
-            "missing, is damaged, or does not fit config.json. Download the model again, or give another one."
-        ) from error
     check_state_dict_keys(key, name, info["missing_keys"], [])
     return model, info
 

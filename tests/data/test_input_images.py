@@ -69,7 +69,7 @@ def test_the_content_of_a_prompt_is_that_of_its_picture_and_its_metadata(folder:
             "is 'other.png', and .* has no such file, nor has images/ in it. Correct the row, or put the file",
         ),
         ({"image": "images"}, "the image of this one is 'images', and .* has no such file"),
-        ({"image": "cut.jpg"}, "the image cannot be read: image file is truncated .* again, or a smaller one"),
+        ({"image": "cut.jpg"}, "no larger than Pillow reads: .*image file is truncated .* save it again"),
     ],
 )
 def test_row_without_a_readable_image_is_an_error(folder: Path, row: dict[str, Any], message: str) -> None:

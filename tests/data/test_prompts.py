@@ -44,7 +44,10 @@ def test_repetitions_up_to_case_spacing_and_normal_form_are_dropped_and_counted(
     ("data", "message"),
     [
         (b"", "it must have at least one line with text, and has"),
-        ("ok\r\nein grüner\n".encode("latin-1"), "byte 0xfc in position 10: .* save it again as UTF-8 text"),
+        (
+            "ok\r\nein grüner\n".encode("latin-1"),
+            "it must be UTF-8 text: .* byte 0xfc in position 10: .* save it again",
+        ),
         (b"\xef\xbb\xbf\xff", r"byte 0xff in position 3"),
     ],
 )

@@ -95,7 +95,7 @@ def test_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_pat
     with pytest.raises(UserError, match="a.parquet row 0 is invalid: the column votes must hold strings; got 1"):
         read_prompts(path, "votes")
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(UserError, match="it cannot be read as a parquet file: Parquet magic"):
+    with pytest.raises(UserError, match="it must be a parquet file: .* Parquet magic"):
         read_records(path, "caption")
 
 
@@ -183,7 +183,7 @@ def test_pointer_of_git_lfs_is_an_error(tmp_path: Path, name: str) -> None:
             "a.csv line 2 is invalid: a row must have .* 2 columns, and this one has 1 values.*them\\.$",
         ),
         (b'"prompt"\n"1","a"\n', "this one has 2 values. .* or write the name that line 1 lacks, as of R's row names"),
-        ("prompt\nein grüner Stern\n".encode("latin-1"), "cannot be read as UTF-8 text: .* byte 0xfc in position 13"),
+        ("prompt\nein grüner Stern\n".encode("latin-1"), "it must be UTF-8 text: .* byte 0xfc in position 13"),
         (b"", "data.column=prompt is invalid: .* those of .*a.csv are none"),
         (b"prompt,x,,,x\na,1,,,2\n", "no two columns may have one name; those of .*a.csv are prompt, x, , , x"),
     ],

@@ -168,10 +168,10 @@ def test_a_file_that_is_missing_is_named_or_makes_no_difference(copy_of: Callabl
     assert [name for name, required in needed.items() if not required] == list(layout.unneeded)
 
 
-READ = "its weights cannot be read as those of a CLIP model: .* Download the model again"
+READ = "its weights cannot be read as those of a CLIP model: .* Download or save it again"
 TEXT, POSITIONS = "text_config", "visual.positional_embedding"
 PATCHES, NUMBER = "blip.visual_encoder.patch_embed.proj.weight", {"state_dict": {"logit_scale": 4.6}}
-UNREADABLE = "reward.hpsv2.pretrained=.* is invalid: it cannot be read as weights: .* download it again"
+UNREADABLE = "reward.hpsv2.pretrained=.* is invalid: it cannot be read as weights: .* Download or save it again"
 WIDE = r"aesthetic.head=.* does not fit embeddings of 24 .* 0.weight with \[1024, 768\] for \[1024, 24\]"
 HPS = "HPS_v2.1_compressed.pt"
 
@@ -200,7 +200,11 @@ def of_processor(**values: Any) -> Damage:
         ("release", weights(lambda w: w.update({"blip.temp": torch.zeros(1)})), "such as blip.temp"),
         ("bert", lambda folder: (folder / "vocab.txt").write_text("[UNK]\n[CLS]\n"), "tokens, and this tokenizer has"),
         ("detector", sets("config.json", model_type="clip"), "must be a detector of type owlv2, and is a clip"),
-        ("hpsv3", lambda folder: save_file({"a": IMAGE}, folder / "model" / WEIGHTS), "not HPSv3's. Give Mizzen"),
+        (
+            "hpsv3",
+            lambda folder: save_file({"a": IMAGE}, folder / "model" / WEIGHTS),
+            "it lacks 2 tensors, such as language_model.embed_tokens.weight, .* the published weights",
+        ),
         ("hpsv3", lambda folder: (folder / REPOSITORY / SOURCE).write_text("A = 1"), "it must assign INSTRUCTION"),
     ],
 )
