@@ -181,16 +181,19 @@ def _class_of(library: str, name: str) -> Any:
     return cls
 
 
-def _dtype_of_8_bits(files: Iterable[Path]) -> str | None:
-    """Return a dtype of 8 bits that safetensors files have, whose scales the libraries would leave out; None if none.
+def _dtype_that_is_quantized(files: Iterable[Path]) -> str | None:
+    """Return a dtype of 8 bits, or of whole numbers as weights, that safetensors files have; None if none.
 
-    From https://github.com/huggingface/safetensors/blob/main/safetensors/src/tensor.rs.
+    The libraries would cast it without its scales. The names of dtypes are from
+    https://github.com/huggingface/safetensors/blob/main/safetensors/src/tensor.rs.
     """
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            dtypes = {str(opened.get_slice(name).get_dtype()) for name in opened.keys()}
-        if of_8_bits := sorted(dtypes & {"I8", "U8"} | {dtype for dtype in dtypes if dtype.startswith("F8")}):
-            return of_8_bits[0]
+            for name in opened.keys():
+                dtype = str(opened.get_slice(name).get_dtype())
+                is_weight = name.endswith((".weight", ".bias")) or dtype in ("I8", "U8") or dtype.startswith("F8")
+                if is_weight and dtype not in ("BF16", "F16", "F32", "F64"):
+                    return dtype
     return None
 
 
@@ -206,7 +209,7 @@ def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant:
             f"they are in {others[0]}. Set model.variant=<word> for *.<word>.safetensors; save others again by "
             "save_pretrained(<folder>) of diffusers, without safe_serialization=False."
         )
-    method = (config.get("quantization_config") or {}).get("quant_method") or _dtype_of_8_bits(read)
+    method = (config.get("quantization_config") or {}).get("quant_method") or _dtype_that_is_quantized(read)
     if method:
         raise UserError(
             f"{folder} is invalid: its weights are quantised ({method}), and must be of 16 or 32 bits. "
@@ -214,10 +217,12 @@ def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant:
         )
     options = dict(dtype=dtype, variant=variant if of_variant else None, use_safetensors=True)
     module, info = component_class.from_pretrained(str(folder), output_loading_info=True, **options)
-    missing = sorted(info["missing_keys"])
+    weights = module.named_parameters()
+    missing = sorted(info["missing_keys"]) or [name for name, weight in weights if not weight.isfinite().all()]
     if missing:
         raise UserError(
-            f"every weight of a {component_class.__name__} must be in its files; {folder} lacks {len(missing)} of "
-            f"them, such as {missing[0]}. Download it again, or save it again after pipe.unload_lora_weights()."
+            f"every weight of a {component_class.__name__} must be in its files, and finite; {folder} lacks "
+            f"{len(missing)} of them, such as {missing[0]}. Download it again, or save it again after "
+            "pipe.unload_lora_weights()."
         )
     return module.requires_grad_(False).eval()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessor, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.artifacts.files import check_state_dict_keys, load_tensors
 from solrl_lightning.data.sources import github_file
 from solrl_lightning.errors import UserError
@@ -73,9 +74,10 @@ class HPSv3(Reward):
             )
         head = {name.removeprefix("rm_head."): weights.pop(name) for name in sorted(weights) if "rm_head." in name}
         self.head = _head(head).to(self.device)
-        model, loading = Qwen2VLModel.from_pretrained(
-            None, config=config, state_dict=weights, dtype=self.dtype, output_loading_info=True
-        )
+        with reading(f"{key}={processor} is invalid"):
+            model, loading = Qwen2VLModel.from_pretrained(
+                None, config=config, state_dict=weights, dtype=self.dtype, output_loading_info=True
+            )
         key = "reward.hpsv3.pretrained"
         check_state_dict_keys(key, pretrained, loading["missing_keys"], loading["unexpected_keys"])
         self.model = model.eval().requires_grad_(False).to(self.device)

@@ -40,10 +40,12 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
     key = f"reward.{reward}.processor"
     parts = (CLIPTokenizer, CLIPImageProcessor)
     tokenizer, images = read_parts(key, processor, "tokenizer_config.json", "CLIP model", *parts)
-    preprocess = _crop_to_square(key, processor, images)
     # CLIP reads the embedding at the end token. transformers takes eos_token_id=2 of old configurations for the last.
     text = model.config.text_config
-    end, expected = tokenizer("").input_ids[-1], text.eos_token_id if text.eos_token_id != 2 else text.vocab_size - 1
+    with reading(f"{key}={processor} is invalid"):
+        preprocess = _crop_to_square(key, processor, images)
+        end = tokenizer("").input_ids[-1]
+    expected = text.eos_token_id if text.eos_token_id != 2 else text.vocab_size - 1
     if len(tokenizer) > text.vocab_size or end != expected:
         raise UserError(
             f"{key}={processor} is invalid: its tokenizer has {len(tokenizer)} tokens and ends texts with number "

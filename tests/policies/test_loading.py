@@ -82,6 +82,14 @@ def cast_weights(file: str, dtype: torch.dtype) -> Damage:
     return cast
 
 
+def spoil_a_weight(file: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    def spoil(folder: Path) -> None:
+        name, weight = next((name, weight) for name, weight in load_file(folder / file).items() if weight.ndim == 2)
+        save_file(load_file(folder / file) | {name: change(weight)}, folder / file, metadata={"format": "pt"})
+
+    return spoil
+
+
 DAMAGES: list[tuple[Damage, str]] = [
     (shutil.rmtree, "give a local folder that save_pretrained wrote"),
     (change(INDEX, _class_name="DDPMPipeline"), "needs a FluxPipeline; .* is a DDPMPipeline"),
@@ -100,6 +108,8 @@ DAMAGES: list[tuple[Damage, str]] = [
         cast_weights(TRANSFORMER, torch.int8),
         "transformer is invalid: its weights are quantised .I8., and must be of 16",
     ),
+    (spoil_a_weight(T5, lambda weight: weight.long()), "text_encoder_2 is invalid: its weights are quantised .I64."),
+    (spoil_a_weight(T5, lambda weight: weight * torch.nan), "text_encoder_2 lacks 1 of them"),
     (change("transformer/config.json", in_channels=16), f"do not fit together .*{AGAIN}"),
 ]
 
