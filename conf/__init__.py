@@ -4,8 +4,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from solrl_lightning.cli.config import as_written, finding, own_sources
 from solrl_lightning.cli.launch import launched
 from solrl_lightning.names import trained_reward
 
@@ -27,6 +29,8 @@ OmegaConf.register_new_resolver("launched", launched, replace=True, use_cache=Tr
 OmegaConf.register_new_resolver("between", lambda *counts: _geometric_mean(*counts), replace=True)
 # ${selecting:<pool>,<keep>} is a pool that leaves a choice.
 OmegaConf.register_new_resolver("selecting", lambda pool, keep: 4 * keep if pool == keep else pool, replace=True)
+# ${command:} is what this command has chosen, for another one: its overrides, and where they find options.
+OmegaConf.register_new_resolver("command", lambda: _command(HydraConfig.get()), replace=True)
 OmegaConf.register_new_resolver("folder_name", lambda folder: Path(folder).name, replace=True)
 
 
@@ -34,6 +38,10 @@ def _geometric_mean(pool: Any, keep: Any) -> Any:
     """Return a whole number; ``keep`` if one of them is none above 0, which the options report."""
     are_counts = all(type(count) is int and count > 0 for count in (pool, keep))
     return round(math.sqrt(pool * keep)) if are_counts else keep
+
+
+def _command(hydra: Any) -> ListConfig:
+    return ListConfig([*finding(own_sources(hydra)), *as_written(hydra.overrides.task)])
 
 
 def _names(cfg: DictConfig) -> list[str]:

@@ -72,8 +72,9 @@ def duration(seconds: float) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return ``python -m solrl_lightning`` with arguments, quoted for a shell: double quotes around single ones."""
-    return " ".join(["python -m solrl_lightning", *map(shell_quoted, arguments)])
+    """Return ``python -m solrl_lightning`` and arguments for a shell: flags first, double quotes around single ones."""
+    flags_first = sorted(arguments, key=lambda argument: not argument.startswith("-"))
+    return " ".join(["python -m solrl_lightning", *map(shell_quoted, flags_first)])
 
 
 def path_option(key: str, path: Path | str) -> str:

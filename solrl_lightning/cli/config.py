@@ -371,6 +371,12 @@ def searched(sources: Sequence[str]) -> list[str]:
     return [f"hydra.searchpath=[{','.join(map(quoted, sources))}]"] if sources else []
 
 
+def finding(sources: Sequence[str]) -> list[str]:
+    """Return the same for a command that is printed: ``--config-dir``, which names one folder, where that is enough."""
+    is_folder = len(sources) == 1 and sources[0].startswith("file://")
+    return [f"--config-dir={sources[0].removeprefix('file://')}"] if is_folder else searched(sources)
+
+
 # Names
 
 

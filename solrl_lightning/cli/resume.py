@@ -21,7 +21,7 @@ from solrl_lightning.artifacts.finished_runs import FINISHED, read_summary
 from solrl_lightning.artifacts.formatting import counted, path_option, quoted, shell_quoted
 from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free, run_of, started_runs
-from solrl_lightning.cli.config import ConfigTree, adds, as_written, own_sources, resolvable, searched
+from solrl_lightning.cli.config import ConfigTree, adds, as_written, finding, own_sources, resolvable, searched
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import LORA_FILES
 
@@ -203,8 +203,8 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
             rule = f"{folder} is no run's folder, as it has no {RECORD}" if folder.is_dir() else f"there is no {folder}"
             raise UserError(f"ckpt=last is invalid here: {rule}. Name the folder of a run with hydra.run.dir{hint}.")
         overrides = [override for override in _recorded_overrides(tree, folder) if override.key_or_group != "ckpt"]
-        lines = [shell_quoted(str(o.input_line)) for o in overrides]
-        again = " ".join([*lines, "ckpt=auto", path_option("hydra.run.dir", folder)])
+        lines = [*finding(tree.own_sources or _recorded_sources(folder)), *(str(o.input_line) for o in overrides)]
+        again = " ".join([*map(shell_quoted, lines), "ckpt=auto", path_option("hydra.run.dir", folder)])
         raise UserError(
             f"ckpt=last continues the run in {folder}, which has no {LAST}: it was stopped before its first "
             f"checkpoint. Begin it again with {again}."
@@ -301,7 +301,7 @@ def _check_resumable(
             f"edited file or another version of solrl_lightning (changed: {examples}). Write {key}={before[key][1]}, "
             f"or start a new folder from that state: {path_option('ckpt', checkpoint)}."
         )
-    again = [shell_quoted(str(o.input_line)) for o in overrides]
+    again = [shell_quoted(line) for line in [*finding(tree.own_sources), *(str(o.input_line) for o in overrides)]]
     if any(o.key_or_group == "model" for o in culprits) and recorded.model.pretrained != current.model.pretrained:
         way_out = f"begin a run of that model without ckpt: {' '.join(again)}"
     else:

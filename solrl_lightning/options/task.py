@@ -84,7 +84,7 @@ class Audit(_Known, Pool):
     """Share of the reward gap between best and worst that the early stops of ``search`` keep, or less by a standard
     error."""
     overrides: list[str]
-    """Options of this command, for the recommended one."""
+    """Options of this command and where it finds them, for the recommended one."""
     proxies: Annotated[list[Proxy], Field(min_length=1)]
     """Proxies to compare."""
     search: bool
@@ -185,7 +185,7 @@ class Plan(_Known):
     devices: Count
     """Devices that share prompts_per_iteration."""
     overrides: list[str]
-    """Options of this command, for the printed ones."""
+    """Options of this command and where it finds them, for the printed ones."""
     cards: list[Card]
     """GPUs to find the options for: memory in 10^9 bytes, as torch.cuda reports it, and compute capability."""
     reserve: NotNegative

@@ -32,7 +32,7 @@ from solrl_lightning.artifacts.formatting import (
     two_decimals,
 )
 from solrl_lightning.artifacts.run_folder import RECORD
-from solrl_lightning.cli.config import as_written, own_sources, searched
+from solrl_lightning.cli.config import as_written, finding, own_sources
 from solrl_lightning.metrics.selection_gain import GAIN_ERROR
 from solrl_lightning.study.confidence import mean_of
 from solrl_lightning.study.drawing import ITERATIONS, Chart, Series, cost_axis, draw_chart
@@ -456,11 +456,7 @@ def recorded_command(record: Path) -> str:
     if not hydra_file.is_file():
         return command_line(arguments) if overrides.is_file() else ""
     hydra: Any = OmegaConf.load(hydra_file).hydra
-    sources = own_sources(hydra)
-    if len(sources) == 1 and sources[0].startswith("file://"):
-        arguments = ["--config-dir", sources[0].removeprefix("file://"), *arguments]
-    else:
-        arguments = [*arguments, *searched(sources)]
+    arguments += finding(own_sources(hydra))
     arguments += [each for each in as_written(hydra.overrides.hydra) if each.startswith("hydra.run.dir=")]
     modules = set(re.findall(r"_target_: (\w+)", config.read_text(encoding="utf-8")))
     paths = [

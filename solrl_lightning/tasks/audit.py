@@ -345,7 +345,7 @@ def _command(
 
 def _is_kept(override: str) -> bool:
     key = override.lstrip("+~").partition("=")[0]
-    return key == "family.compile" or key.partition(".")[0] not in ("task", "family", "precision", "ckpt", "hydra")
+    return key == "family.compile" or key.partition(".")[0] not in ("task", "family", "precision", "ckpt")
 
 
 def draw(result: Mapping[str, Any]) -> bytes:

@@ -6,6 +6,7 @@
 import math
 from pathlib import Path
 
+from solrl_lightning.artifacts.formatting import command_line
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import device_of
 from solrl_lightning.errors import UserError
@@ -119,7 +120,7 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
     columns = ["card", "memory", "first run", "shadow", "recomputed", "this run", "fitted"]
     header, *lines = format_table(columns, rows).splitlines()
     commands = [
-        " ".join(["" if card["fits"] else "nothing fits, nearest:", "python -m solrl_lightning", *card["arguments"]])
+        f"{'' if card['fits'] else 'nothing fits, nearest:'} {command_line(card['arguments'])}"
         for card in result["cards"]
     ]
     cards = "\n".join([header, *(f"{line} {command}" for line, command in zip(lines, commands, strict=True))])

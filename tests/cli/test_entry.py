@@ -41,6 +41,7 @@ from solrl_lightning.cli.resume import recorded_contents, resume
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.machine import interrupts
 from solrl_lightning.options.run import Run
+from solrl_lightning.tasks.audit import command_without_selection
 
 # Tasks
 
@@ -702,10 +703,11 @@ def test_failed_resume_keeps_the_record_of_the_run(command: Command, earlier: Pa
 
 @pytest.fixture
 def config_dir(tmp_path: Path) -> Path:
-    """The folder of options "it's mine", with family=small and reward=bright."""
+    """The folder of options "it's mine", with family=small, reward=bright and experiment=quick."""
     for path, text in {
         "family/small.yaml": "defaults: [diffusionnft]\npool: 6\nkeep: 6\n",
         "reward/bright.yaml": "# @package reward\nbright: {_target_: a.B, weight: 1.0}\n",
+        "experiment/quick.yaml": "# @package _global_\niterations: 3\n",
     }.items():
         file = tmp_path / "it's mine" / path
         file.parent.mkdir(parents=True)
@@ -741,6 +743,36 @@ def test_job_finds_other_options_in_its_config_dir(command: Command, tmp_path: P
         family = config(tmp_path / folder)["family"]
         assert (family["pool"], family["regenerate"]["steps"]) == (6, 10)
     assert "There is no family named 'small'. The options are compile" in command(task(choose_small)).err
+
+
+def print_command(cfg: Run) -> None:
+    print(command_without_selection(cfg))
+
+
+@pytest.mark.parametrize("folders", ["--config-dir=it's mine", "hydra.searchpath=[file://empty,file://mine]"])
+@pytest.mark.parametrize("chosen", [["task=plan"], ["task=audit", task(print_command)]])
+def test_printed_command_finds_options_in_the_folders_of_the_run(
+    command: Command, tmp_path: Path, config_dir: Path, chosen: list[str], folders: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mine").symlink_to(config_dir)
+    printed = command(folders, *chosen, "experiment=quick", "hydra.run.dir=run")
+    assert printed.status == 0, printed.err
+    words = shlex.split(printed.out.rpartition("python -m solrl_lightning ")[2].splitlines()[0])
+    assert "experiment=quick" in words
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir(tmp_path / "elsewhere")
+    composed = command(*words, "--cfg", "job")
+    assert composed.status == 0 and "iterations: 3" in composed.out
+
+
+def test_advice_to_begin_again_names_the_folder_of_options(command: Command, tmp_path: Path, config_dir: Path) -> None:
+    assert command("--config-dir", "it's mine", RECORD, "family=small", "hydra.run.dir=run").status == 0
+    (tmp_path / "run" / "checkpoints" / "last.ckpt").unlink()
+    message = error_of(command, "ckpt=last", "hydra.run.dir=run")
+    words = shlex.split(message.rpartition("Begin it again with ")[2].strip().removesuffix("."))
+    assert words[0] == f"--config-dir={config_dir}"
+    assert command(*words).status == 0
 
 
 @pytest.mark.usefixtures("config_dir")

@@ -143,7 +143,7 @@ def test_the_command_can_be_pasted_with_its_folders_and_modules(run: Path, monke
         " {path: mine, schema: file, provider: command-line}]\n"
     )
     assert recorded_command(run / ".hydra") == (
-        f"cd '/my work'\nPYTHONPATH={run / 'lib'} python -m solrl_lightning --config-dir '/my work/mine' "
+        f"cd '/my work'\nPYTHONPATH={run / 'lib'} python -m solrl_lightning '--config-dir=/my work/mine' "
         "'prompts_per_iteration=${family.keep}' seed=42 'hydra.run.dir=runs/${seed}'"
     )
 
