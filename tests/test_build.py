@@ -133,6 +133,13 @@ def test_a_run_without_the_callback_progress_has_no_bar(compose: Compose) -> Non
     assert trainer_of(compose("trainer=cpu", "~callbacks.progress")).progress_bar_callback is None
 
 
+def test_a_callback_of_ones_own_precedes_those_that_write_what_it_logs(compose: Compose) -> None:
+    mine = "+callbacks.mine={_target_:lightning.pytorch.callbacks.LambdaCallback}"
+    kinds = [type(callback).__name__ for callback in trainer_of(compose("trainer=cpu", mine)).callbacks]
+    place = kinds.index("LambdaCallback")
+    assert kinds[place : place + 3] == ["LambdaCallback", "MetricHistory", "RunSummary"]
+
+
 def test_loggers_are_composed_by_name(compose: Compose) -> None:
     def names(*arguments: str) -> list[str]:
         trainer = trainer_of(compose("trainer=cpu", *arguments))

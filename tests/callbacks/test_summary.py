@@ -1,10 +1,12 @@
 import json
 import re
+from typing import ClassVar
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -169,6 +171,20 @@ def test_resume_restores_base_reward_times_and_the_first_metrics(tmp_path, run):
     assert summary["rank_fidelity"]["probes"] == 4
     assert summary["seconds_total"] > first["seconds_per_stage"]["explore"]["total"]
     assert (summary["paths"]["last_checkpoint"], summary["last_checkpoint_iterations"]) == (str(last), 4)
+
+
+def test_a_tracker_has_the_options_before_anything_else(run):
+    class Recorder(Logger):
+        name, version = "recorder", 0
+        calls: ClassVar = []
+
+        def log_metrics(self, metrics, step=None):
+            self.calls.append(metrics)
+
+        log_hyperparams = log_metrics
+
+    run(1, logger=Tracker("recorder", Recorder()))
+    assert Recorder.calls[0] == HPARAMS and len(Recorder.calls) > 1
 
 
 def test_columns_and_results_are_in_tensorboards_hparams_table(tmp_path, run):

@@ -4,6 +4,8 @@ import functools
 import inspect
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,29 @@ def targets(node: Any) -> Iterator[dict[str, Any]]:
             yield node
         for value in node.values():
             yield from targets(value)
+
+
+ALONE = """
+import sys
+from omegaconf import OmegaConf
+from solrl_lightning.cli.config import ConfigTree
+
+with ConfigTree() as tree:
+    print(*(OmegaConf.to_yaml(tree.compose(line.split())) for line in sys.argv[1:]))
+"""
+
+
+def test_hydra_composes_what_the_suite_keeps_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (
+        "model=flux1 family=race reward=[pickscore,hpsv2] reward.hpsv2.weight=0 seed=3",
+        "experiment=smoke logger=[csv,tensorboard] callbacks=early_stopping ~callbacks.sample_grid +objective.own=1",
+        "task=audit model=flux1 objective=flow_grpo family=prefix seed=4",
+    )
+    alone = subprocess.check_output([sys.executable, "-c", ALONE, *lines], text=True)
+    for _ in range(2):  # composed, then kept
+        with ConfigTree() as tree:
+            print(*(OmegaConf.to_yaml(tree.compose(line.split())) for line in lines))
+        assert capsys.readouterr().out == alone
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
