@@ -21,7 +21,13 @@ def take_each_file_away(folder: Path, outputs_of: Callable[[], Sequence[Tensor]]
         name, aside = str(file.relative_to(folder)), folder.with_name(f"{folder.name}.aside")
         file.rename(aside)
         objects, weights = [DEEP, b"[]", b"\xef\xbb\xbf{}"], [b"", b"no weights" * 100, aside.read_bytes()[:-9]]
-        damaged = {".json": objects, ".safetensors": weights, ".pt": weights, ".pth": weights}
+        damaged = {
+            ".json": objects,
+            ".jinja": [b"", b"<!DOCTYPE html>"],
+            ".safetensors": weights,
+            ".pt": weights,
+            ".pth": weights,
+        }
         for content in (None, POINTER, *damaged.get(file.suffix, [])):
             if content is not None:
                 file.write_bytes(content)

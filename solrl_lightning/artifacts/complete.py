@@ -27,7 +27,7 @@ def reading(named: str) -> Iterator[None]:
             causes.append(cause)
         if any(isinstance(each, UserError) or is_out_of_memory(each) for each in causes):
             raise
-        reason = f"{type(causes[-1]).__name__}: {sentence(causes[-1]).rstrip('.')}"
+        reason = f"{type(causes[-1]).__name__}: {sentence(causes[-1]).partition('. ')[0].rstrip('.')}"
         raise UserError(
             f"{named}: a file is missing or damaged, or its parts do not fit together ({reason}). Download or save it "
             "again, whole."
@@ -62,10 +62,14 @@ def check_undamaged(key: str, name: str, part: str = "") -> None:
         if file.suffix == ".safetensors":
             with reading(f"{key}={name} is invalid: {file}"), safe_open(file, framework="pt"):
                 pass  # its header tells the size of a whole file
+        if file.suffix == ".jinja":  # any other text would be the same prompt in all rows
+            with reading(f"{key}={name} is invalid: {file} must have a loop over messages"):
+                file.read_text(encoding="utf-8").index("messages")
 
 
 def check_json(key: str, name: str, file: Path) -> None:
     """Raise UserError for a file of ``name`` that is no JSON object."""
+    check_fetched(file, f"{key}={name} is invalid")
     with reading(f"{key}={name} is invalid: {file} must be a JSON object"):
         _keys_of(file, file.stat().st_mtime_ns)
 

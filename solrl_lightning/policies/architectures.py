@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import local_torch_dtype
 
-from solrl_lightning.artifacts.complete import check_json
+from solrl_lightning.artifacts.complete import check_json, reading
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX, config_folder
 from solrl_lightning.policies.loading import check_class
@@ -109,10 +109,10 @@ def random_pipeline(
     """
     parts = architecture.components
     cls = getattr(diffusers, architecture.pipeline)
-    modules = {
-        name: random_component(parts[name], device, dtypes.get(name, dtypes["default"]))
-        for name in ("transformer", "vae")
-    }
+    modules = {}
+    for name in ("transformer", "vae"):
+        with reading(f"model.pretrained={architecture.name} is invalid: its {name}"):
+            modules[name] = random_component(parts[name], device, dtypes.get(name, dtypes["default"]))
     modules["scheduler"] = build_component(parts["scheduler"], "cpu")
     parameters = inspect.signature(cls.__init__).parameters.values()
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty][1:]  # after self

@@ -75,7 +75,8 @@ def load_pipeline(
         for name, place in _components(folder):
             cls = _class_of(*place)
             if name not in components and isinstance(cls, type) and issubclass(cls, nn.Module):
-                modules[name] = load_module(cls, folder / name, dtypes.get(name, dtypes["default"]), variant)
+                with reading(f"model.pretrained={pretrained} is invalid: its {name}"):
+                    modules[name] = load_module(cls, folder / name, dtypes.get(name, dtypes["default"]), variant)
         pipeline = pipeline_class.from_pretrained(str(folder), **modules, **components)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

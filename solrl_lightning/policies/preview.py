@@ -10,11 +10,10 @@ import torch
 from diffusers import AutoencoderTiny
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HTTPError
-from safetensors import SafetensorError
 
+from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.artifacts.hub import fetch, is_path
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.errors import UserError
 from solrl_lightning.policies.architectures import Component, random_component
 from solrl_lightning.policies.loading import load_module
 
@@ -29,20 +28,13 @@ def load_preview_decoder(pretrained: str, dtype: torch.dtype, channels: int, com
     Its files do not name the model that it was distilled from, so ``channels`` and ``compression`` of the latents to
     decode are checked before its weights are downloaded.
     """
-    try:
+    with reading(f"model.preview_decoder={pretrained} is invalid"):
         hint = "Or do without: model.preview_decoder=null."
         folder = fetch(pretrained, CONFIG, key="model.preview_decoder", kind="AutoencoderTiny", hint=hint).parent
         _check(AutoencoderTiny.load_config(str(folder)), pretrained, channels, compression)
         if not is_path(pretrained):
             hf_hub_download(pretrained, SAFETENSORS_WEIGHTS_NAME)  # into the same folder
         return load_module(AutoencoderTiny, folder, dtype)
-    except UserError:
-        raise
-    except (OSError, ValueError, RuntimeError, HTTPError, SafetensorError) as error:
-        raise UserError(
-            f"model.preview_decoder={pretrained} could not be loaded: {sentence(error)} Give the hub id of an "
-            "AutoencoderTiny, or the folder that its save_pretrained wrote, or do without: model.preview_decoder=null."
-        ) from error
 
 
 def random_preview_decoder(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
-from solrl_lightning.artifacts.complete import check_complete
+from solrl_lightning.artifacts.complete import check_complete, reading
 from solrl_lightning.data.input_images import load_square
 from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.errors import UserError
@@ -59,7 +59,8 @@ class LocalVLMReward(Reward):
         model, _ = load_weights(AutoModelForImageTextToText, key, pretrained, kind, self.dtype)
         self.model: Any = model.eval().requires_grad_(False).to(self.device)
         self.pretrained, self.answers = pretrained, [*map(str, answers)]
-        self.tokens = first_tokens(self.processor.tokenizer, self.answers)
+        with reading(f"{key}={pretrained} is invalid"):
+            self.tokens = first_tokens(self.processor.tokenizer, self.answers)
         self.values = torch.tensor([float(value) for value in answers.values()], device=self.device)
 
     def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
