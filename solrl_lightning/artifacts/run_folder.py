@@ -58,17 +58,18 @@ def check_new(folder: Path) -> None:
     records = folder.rglob(f"{RECORD}/hydra.yaml") if (folder / _SWEEP).is_file() else ()
     job = min((file.parent.parent for file in records if "\n  mode: MULTIRUN\n" in file.read_text()), default=None)
     if traces or job:
+        checkpoints = [name for name in (LAST, BEST) if (folder / name).exists() and (folder / RECORD).is_dir()]
         if job:
             fix = f"continue a run of it with task=train ckpt=last {path_option('hydra.run.dir', job)}"
-        elif (folder / LAST).exists():
+        elif LAST in checkpoints:
             fix = (
                 f"continue the run in it with task=train ckpt=last {path_option('hydra.run.dir', folder)}, or take its "
                 f"weights into another with {path_option('ckpt', folder / LAST)}"
             )
-        elif (folder / BEST).exists():
+        elif checkpoints:
             fix = f"branch from its best evaluation with {path_option('ckpt', folder / BEST)}; {LAST} is missing"
         else:
-            fix = "remove it with what it holds: there is no checkpoint in it to resume from"
+            fix = "move or remove it: there is no checkpoint in it, with the record of a run, to resume from"
         content = f"sweep ({_SWEEP})" if job else f"run ({', '.join(traces)})"
         raise UserError(
             f"The folder {folder} already holds a {content}. Choose another with {_OTHER_FOLDER}, or {fix}."

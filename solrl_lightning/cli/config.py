@@ -145,8 +145,6 @@ class ConfigTree:
             dashes = "-" if len(flag) < 3 else "--"
             return f"Cannot read {argument!r}: its dashes are those of a word processor. Write {dashes}{flag}."
         key, equals, value = argument.partition("=")
-        if equals and not key:
-            return f"Cannot read {argument!r}: an option is written key=value, and its key is missing."
         if not equals:
             homes = [f"{group}={argument}" for group in self.groups() if argument in self.options(group)]
             return f"Cannot read {argument!r}: an option is written key=value.{did_you_mean(homes)}"
@@ -157,12 +155,15 @@ class ConfigTree:
             return f"Cannot read {argument!r}: keys of a mapping have no quotes here. Write {shlex.quote(bare)}."
         texts = [text.strip().strip("'\"") for text in (value.strip("[]").split(",") if value[:1] == "[" else [value])]
         quoted = ",".join('"{}"'.format(os.path.expanduser(text).replace('"', '\\"')) for text in texts)
-        fix = shlex.quote(f"{key}=[{quoted}]" if value[:1] == "[" else f"{key}={quoted}")
+        with_quotes = f"{key}=[{quoted}]" if value[:1] == "[" else f"{key}={quoted}"
         if (without := re.sub(r"\s*([=,:\[\]{}])\s*", r"\1", argument).strip(",")) != argument and self._reads(without):
             reason = "the shell has split it at a space" if is_split else "it has a comma or space too many"
             return f"Cannot read {argument!r}: {reason}. Write {shlex.quote(without)}."
+        if not self._reads(with_quotes):
+            return f"Cannot read {argument!r}: its key must be names with dots between them, as in optimizer.lr=1e-4."
         characters = "".join(texts)
         strange = next((repr(one) for one in characters if not re.match(_UNQUOTED, one, re.ASCII)), "spaces")
+        fix = shlex.quote(with_quotes)
         return f"Cannot read {argument!r}. A text with {strange} needs quotes that survive the shell: {fix}."
 
     def completed(self, arguments: Sequence[str]) -> list[str]:
@@ -200,9 +201,10 @@ class ConfigTree:
 
     def _reads(self, argument: str) -> bool:
         try:
-            return bool(OverridesParser.create(config_loader=self.loader).parse_overrides([argument]))
+            (override,) = OverridesParser.create(config_loader=self.loader).parse_overrides([argument])
         except HydraException:
             return False
+        return bool(override.key_or_group)
 
     def compose(self, arguments: Sequence[str]) -> DictConfig:
         """Return the whole configuration, with Hydra's own part.

@@ -44,6 +44,7 @@ def _made_of(group: str, fix: str) -> PlainValidator:
     return PlainValidator(check)
 
 
+_EVALUATE = "Set evaluation.every=<iterations> instead."
 _NO_BAR = "Leave it out, or remove the bar with ~callbacks.progress."
 _OF_CALLBACKS = "Add one with +callbacks.<name>._target_=<class>, or remove one with ~callbacks.<name>."
 
@@ -63,14 +64,14 @@ class Trainer(TypedDict, total=False):
     strategy: Annotated[Any, Strategy]
     """How the ranks work together."""
     accumulate_grad_batches: Annotated[int, must_be("1", is_one(1), f"{_ONE_STEP}, or set model.micro_batch=<rows>.")]
-    check_val_every_n_epoch: Annotated[int | None, must_be("1", is_one(None, 1), "Set evaluation.every=<iterations>.")]
+    check_val_every_n_epoch: Annotated[int | None, must_be("1", is_one(None, 1), _EVALUATE)]
     limit_train_batches: Annotated[float | None, must_be("1.0", is_one(None, 1.0), f"{_ONE_STEP}.")]
     overfit_batches: Annotated[float, must_be("0.0", is_one(0, 0.0), f"{_ONE_STEP}.")]
     fast_dev_run: Annotated[Any, must_be("false", is_one(False), f"{_ONE_STEP}, or use experiment=smoke.")]
-    val_check_interval: Annotated[float | None, must_be("1.0", is_one(None, 1.0), "Set evaluation.every=<iterations>.")]
-    max_steps: Annotated[int, must_be("-1", is_one(-1), "Set iterations=<number>.")]
-    max_time: Annotated[Any, must_be("null", is_one(None), "Set max_seconds=<seconds>.")]
-    logger: Annotated[Any, _made_of("logger", "Choose one with logger=<option>, as logger=none.")]
+    val_check_interval: Annotated[float | None, must_be("1.0", is_one(None, 1.0), _EVALUATE)]
+    max_steps: Annotated[int, must_be("-1", is_one(-1), "Set iterations=<number> instead.")]
+    max_time: Annotated[Any, must_be("null", is_one(None), "Set max_seconds=<seconds> instead.")]
+    logger: Annotated[Any, _made_of("logger", "Choose one with logger=<option> instead, as logger=none.")]
     callbacks: Annotated[Any, _made_of("callbacks", _OF_CALLBACKS)]
     enable_checkpointing: Annotated[Any, _made_of("callbacks", "Leave it out: a run resumes by its checkpoint.")]
     enable_progress_bar: Annotated[Any, _made_of("callbacks", _NO_BAR)]

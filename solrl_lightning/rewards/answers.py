@@ -53,7 +53,8 @@ Answers = Annotated[
     must_be(
         "two or more texts or whole numbers that differ not only in case, with numbers that differ",
         _are_answers,
-        f'Set {HERE}={{good:1,bad:0}}; in a file, yes and no need quotes: {{"yes": 1, "no": 0}}.',
+        f"Replace it by ~{HERE} '+{HERE}={{good:1,bad:0}}'; "
+        f'in a file, yes and no need quotes: {{"yes": 1, "no": 0}}.',
     ),
 ]
 """Value of each answer of a judge."""

@@ -329,6 +329,8 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
             "each, or quote a text that has a comma: \"task.prompts='a cat, left'\".\n",
         ),
         ("'data.train=a b=c'", "A text with '=' needs quotes that survive the shell: 'data.train=\"a b=c\"'."),
+        ("iterations..x=3", "Cannot read 'iterations..x=3': its key must be names with dots between them"),
+        ("''=1", "Cannot read '=1': its key must be names"),
         ("\"'optimizer.lr=1e-4'\"", "no shell has read its outer quotes. Write optimizer.lr=1e-4.\n"),
         ('"\'task.prompts=[\\"a cat\\"]\'"', 'no shell has read its outer quotes. Write task.prompts=["a cat"].\n'),
         ("\u201citerations=1\u201d", "its quotes are those of a word processor. Write iterations=1.\n"),
@@ -378,6 +380,9 @@ def test_folder_that_holds_a_run_is_an_error(command: Command, tmp_path: Path, t
     assert f"already holds a run ({path.name})" in message and "no checkpoint in it" in message
     (tmp_path / "old" / "checkpoints").mkdir(exist_ok=True)
     (tmp_path / "old" / "checkpoints" / "best.ckpt").touch()
+    if trace != ".hydra/":  # a copy without the record, from which no run resumes
+        assert "move or remove it" in error_of(command, "hydra.run.dir=old")
+    (tmp_path / "old" / ".hydra").mkdir(exist_ok=True)
     assert "ckpt=old/checkpoints/best.ckpt; checkpoints/last.ckpt is missing" in error_of(command, "hydra.run.dir=old")
     (tmp_path / "old" / "checkpoints" / "last.ckpt").touch()
     message = error_of(command, "hydra.run.dir=old")

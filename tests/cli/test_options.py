@@ -53,14 +53,14 @@ trainer.strategy=deepspeed       | Use trainer.strategy=ddp
 trainer.accumulate_grad_batches=2 | or set model.micro_batch=<rows>
 trainer.overfit_batches=1        | trainer.overfit_batches=1 is invalid: it must be 0.0. An iteration takes
 trainer.fast_dev_run=true        | or use experiment=smoke.
-trainer.val_check_interval=0.5   | Set evaluation.every=<iterations>.
+trainer.val_check_interval=0.5   | Set evaluation.every=<iterations> instead.
 trainer.logger=false             | trainer.logger=false is invalid: the program makes it of the group logger. Choose one
 logger=mlflow +logger.mlflow.log_model=all | log_model=all is invalid: it must be false, which the
 +trainer.callbacks=[]            | remove one with ~callbacks.<name>.
 +trainer.enable_progress_bar=false | Leave it out, or remove the bar with ~callbacks.progress.
 +trainer.enable_checkpointing=false | Leave it out: a run resumes by its checkpoint.
-+trainer.max_steps=3             | trainer.max_steps=3 is invalid: it must be -1. Set iterations=<number>.
-+trainer.max_time=00:00:01:00    | trainer.max_time=00:00:01:00 is invalid: it must be null. Set max_seconds=<seconds>.
++trainer.max_steps=3             | trainer.max_steps=3 is invalid: it must be -1. Set iterations=<number> instead.
++trainer.max_time=00:00:01:00    | it must be null. Set max_seconds=<seconds> instead.
 trainer.max_epochs=5             | Leave it out; iterations=<number>
 ~trainer.max_epochs              | trainer.max_epochs=null is invalid
 precision.backend=foo            | with precision=auto it must be one of auto, torch, transformer_engine, emulated
@@ -90,7 +90,7 @@ reward=http reward.http.url=ftp://scorer | reward.http.url=ftp://scorer is inval
 reward=http reward.http.url=http://scorer: | a host and, if any, the number of its port
 reward=vlm reward.vlm.url=localhost:8001/v1 | Set reward.vlm.url=http://<host>:<port>/<path>, and
 reward=vlm reward.vlm.answers={yes:1,no:1} | it must be two or more texts or whole numbers that differ not only
-reward=vlm ++reward.vlm.answers={yes:1,Yes:0} | it must be two or more texts or whole numbers that differ
+reward=vlm ++reward.vlm.answers={yes:1,Yes:0} | by ~reward.vlm.answers '+reward.vlm.answers={good:1,bad:0}'; in a
 reward=vlm ++reward.vlm.answers={true:1,false:0} | in a file, yes and no need quotes
 reward.pretrained=x              | it is for one reward that is loaded from files; got shapes. Leave it out.
 reward=[pickscore,hpsv2] reward.pretrained=x/y | Set reward.pickscore.pretrained or reward.hpsv2.pretrained
@@ -179,6 +179,7 @@ def test_error_of_a_wrong_value_states_its_rule(line: str) -> None:
         "model.gradient_checkpointing=selective reward.combine=gdpo",
         "+model.own=3 task._target_=mine.task",
         "model=wan model.num_frames=5 model.frames=5",
+        "reward=vlm ~reward.vlm.answers +reward.vlm.answers={good:1,bad:0}",  # as the error about answers says
     ],
 )
 def test_other_values_are_left_to_the_user(compose: Compose, arguments: str) -> None:
