@@ -55,6 +55,7 @@ from solrl_lightning.options.trainer import named_devices
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.policies.config_files import config_folder
 from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.policies.tensor_digest import file_digests
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Reward as Scorer
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
@@ -133,12 +134,8 @@ def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
     """Read the trained weights and their evaluation average from a checkpoint of a training run."""
     checkpoint = read_checkpoint(ckpt, module.model.device)
     module.on_load_checkpoint(checkpoint)
-    if module.changed_weights(checkpoint):
-        log.warning(
-            "the base weights (model.pretrained, model.fused_lora) are not those that %s was trained on: files have "
-            "changed since, or are others",
-            ckpt,
-        )
+    if changed := module.changed_files(checkpoint):
+        log.warning("%s: these files are not those that %s was trained with", ", ".join(changed), ckpt)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
     module.ema_state = average_in(checkpoint, module.policy_state(TRAINED))
 
@@ -337,7 +334,7 @@ def build_model(
             with_shadow=SHADOW in samplers,
             backend=resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device),
         )
-    return SolRLModule(
+    module = SolRLModule(
         model,
         transformers,
         rewards,
@@ -346,9 +343,17 @@ def build_model(
         rate_factor=make("scheduler", cfg.scheduler),
         old_decay=make("old_policy", cfg.old_policy),
         evaluation=Evaluation(
-            list(eval_prompts), rewards, cfg.model.solver, cfg.model.eval_steps, cfg.data.eval_images, cfg.seed
+            list(eval_prompts),
+            rewards,
+            cfg.model.solver,
+            cfg.model.eval_steps,
+            cfg.data.eval_images,
+            cfg.seed,
+            model.sampling_settings(cfg.model.eval_steps),
         ),
     )
+    module.model_files = file_digests(model.files)
+    return module
 
 
 def build_policy(

@@ -110,7 +110,7 @@ class PipelineAdapter(ABC):
         home = torch.device(transformer_device or self.device)
         self.encode_on, self._noted_long_prompt, self.guidance_scale = encode_on, False, guidance_scale
         self.cache: EmbeddingCache | None = None
-        self.base_digest, self._has_decoded = "", False
+        self.base_weights, self.base_digest, self._has_decoded = base_weights, "", False
         self.random, self._scheduler = weights == "random", scheduler
         if self.random:
             self.pipeline = self._random_pipeline(home)
@@ -179,6 +179,16 @@ class PipelineAdapter(ABC):
     def call_options(self) -> dict[str, Any]:
         """Arguments with which diffusers' pipeline encodes and guides as this model does."""
         return {"guidance_scale": self.guidance_scale, "max_sequence_length": self.max_sequence_length}
+
+    def sampling_settings(self, steps: int) -> dict[str, Any]:
+        """Return, as JSON, what decides the images of ``steps`` steps beside prompts, noise, solver and weights."""
+        return {
+            "sigmas": [f"{sigma:.5f}" for sigma in self.sigmas(steps).tolist()],
+            "latents": [self.pixels_per_latent, *self.latent_shape],
+            "call": repr(sorted(self.call_options.items())),
+            "dtypes": {name: str(dtype) for name, dtype in sorted(self.dtypes.items())},
+            "base_weights": self.base_weights,
+        }
 
     def scheduler_sigmas(self, steps: int, sigmas: Any = None, mu: float | None = None) -> Tensor:
         """Return the noise levels of the pipeline's scheduler, for ``sigmas`` of subclasses.
@@ -423,9 +433,12 @@ class PipelineAdapter(ABC):
     # Files
 
     @property
-    def encoder_folders(self) -> dict[str, Path]:
-        """The folders of text encoders and tokenizers by name, if the pipeline was read from one."""
-        return {name: Path(str(self.pipeline.config.get("_name_or_path")), name) for name in self.encoders}
+    def files(self) -> dict[str, Path]:
+        """Files and folders of the pipeline by name, if it was read from one, without the weights in `base_digest`."""
+        folder = Path(str(self.pipeline.config.get("_name_or_path")))
+        configs = {name: folder / name / "config.json" for name in ("transformer", "vae")}
+        scheduler = folder / "scheduler" / "scheduler_config.json"
+        return {name: folder / name for name in self.encoders} | configs | {"scheduler": scheduler}
 
     def _note_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Make ``tensors``, as read from files, part of ``base_digest``, which is equal for equal base weights."""

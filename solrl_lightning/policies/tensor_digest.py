@@ -1,6 +1,7 @@
-"""Identities of tensors and of files of weights: of embeddings whole, of large models by samples."""
+"""Identities of tensors and of the files of models: of embeddings and settings whole, of weights by samples."""
 
 import hashlib
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,8 @@ from torch import Tensor, uint8
 SAMPLES = 4096
 _BLOCKS, _BLOCK_BYTES = 256, 4096
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_VERSIONS = re.compile(rb'"(_diffusers_version|transformers_version|_name_or_path)": "[^"]*",?')
+_IRRELEVANT = re.compile(r"\.|.*(\.md|\.index\.json)$|LICENSE", re.IGNORECASE)
 
 
 def digest(tensors: Mapping[str, Tensor], before: str = "", samples: int = sys.maxsize) -> str:
@@ -29,19 +32,26 @@ def digest(tensors: Mapping[str, Tensor], before: str = "", samples: int = sys.m
 
 
 def file_digests(paths: Mapping[str, Path]) -> dict[str, str]:
-    """Return a digest of each file of weights that is in one of the folders ``paths``, or is one, by key and name.
+    """Return a digest of each file that is in one of the folders ``paths``, or is one, by key and name.
 
-    Of its size and 256 to 512 blocks, at equal steps. A path where there is nothing has none.
+    Of weights: of the file's size and 256 to 512 blocks, at equal steps. Of JSON: without the versions of libraries.
+    Hidden files, pages and indices of weights have none, and neither has a path where there is nothing.
     """
     digests = {}
     for key, path in paths.items():
-        for file in [path] if path.is_file() else path.glob("*"):
-            if file.suffix in _WEIGHTS:
-                size = file.stat().st_size
-                content = hashlib.blake2b(str(size).encode(), digest_size=16)
-                with open(file, "rb") as opened:
-                    for start in range(0, size, max(_BLOCK_BYTES, size // _BLOCKS)):
-                        opened.seek(start)
-                        content.update(opened.read(_BLOCK_BYTES))
-                digests[f"{key}/{file.name}"] = content.hexdigest()
+        for file in path.glob("*") if path.is_dir() else [path]:
+            if file.is_file() and not _IRRELEVANT.match(file.name):
+                digests[f"{key}/{file.name}"] = hashlib.blake2b(_content(file), digest_size=16).hexdigest()
     return digests
+
+
+def _content(file: Path) -> bytes:
+    if file.suffix not in _WEIGHTS:
+        return _VERSIONS.sub(b"", file.read_bytes())
+    size = file.stat().st_size
+    blocks = [str(size).encode()]
+    with open(file, "rb") as opened:
+        for start in range(0, size, max(_BLOCK_BYTES, size // _BLOCKS)):
+            opened.seek(start)
+            blocks.append(opened.read(_BLOCK_BYTES))
+    return b"".join(blocks)

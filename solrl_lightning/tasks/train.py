@@ -81,17 +81,17 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         explorers = stack.enter_context(explorers_of(cfg, trainer.global_rank, trainer.world_size, device))
     module, loop = build_training(cfg, prompts, trainer)
     of_rewards = {key: Path(name) for key, name in cfg.reward.files.items() if name}
-    module.weight_files = file_digests(module.model.encoder_folders | of_rewards)
+    module.model_files = {**module.model_files, **file_digests(of_rewards)}
     if checkpoint is None:
         load_weights(module, cfg)
     else:
         # An error about other weights must precede the loggers' first write.
         module.on_load_checkpoint(checkpoint)
-        if in_place and (changed := module.changed_weights(checkpoint)):
+        if in_place and (changed := module.changed_files(checkpoint)):
+            branch = f"{path_option('ckpt', str(cfg.ckpt))} hydra.run.dir=<folder>"
             raise UserError(
-                f"the weights of {', '.join(changed)} are not those that the run in {folder} was trained with. Restore "
-                "the files, or start a new folder from that state: "
-                f"{path_option('ckpt', str(cfg.ckpt))} hydra.run.dir=<folder>."
+                f"{', '.join(changed)}: these files are not those that the run in {folder} was trained with. Restore "
+                f"them, or start a new folder from that state: {branch}."
             )
         average_in(checkpoint, module.policy_state(TRAINED))
     if shadow_layers := module.transformers.shadow_layers:
@@ -109,8 +109,8 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         loop.ends_again = end_of(folder, iterations_done(checkpoint)) is None
     if checkpoint is not None and not module.evaluation.comparable:
         log.info(
-            "the held-out prompts, the rewards or weights in files are not those of the checkpoint: base reward, best "
-            "checkpoint and alarms begin anew, with an evaluation of the loaded weights"
+            "the held-out prompts, their sampling, the rewards or files of models are not those of the checkpoint: "
+            "base reward, best checkpoint and alarms begin anew, with an evaluation of the loaded weights"
         )
     module.evaluation.planned_seconds = planned_seconds(cfg, module, hardware_of(device), trainer.world_size)
     held_out = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.seeds import evaluation_seeds
 
 log = logging.getLogger(__name__)
+
+_NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Estimate:
@@ -60,9 +63,16 @@ class Evaluation:
     """Scores ``images`` of each held-out prompt by all rewards, and keeps the results of a run."""
 
     def __init__(
-        self, prompts: list[Prompt], rewards: WeightedRewards, solver: SolverName, steps: int, images: int, seed: int
+        self,
+        prompts: list[Prompt],
+        rewards: WeightedRewards,
+        solver: SolverName,
+        steps: int,
+        images: int,
+        seed: int,
+        model_settings: Mapping[str, Any] = _NO_SETTINGS,
     ) -> None:
-        self.prompts, self.rewards, self.seed = prompts, rewards, seed
+        self.prompts, self.rewards, self.seed, self.model_settings = prompts, rewards, seed, model_settings
         self.solver, self.steps, self.images = solver, steps, images
         self.history: list[dict[str, Any]] = []
         """One row per evaluation: iteration, cost so far, and the mean of each score with its errors."""
@@ -96,7 +106,7 @@ class Evaluation:
     def digest(self) -> str:
         """Digest of what is measured: held-out prompts, their sampling, and the rewards with weights."""
         frames = () if self.rewards.frames is None else (self.rewards.frames,)
-        sampling = self.solver, self.steps, self.images, *frames
+        sampling = self.solver, self.steps, self.images, *frames, dict(self.model_settings)
         return digest(contents(self.prompts), sampling, self.columns, dict(self.rewards.weights))
 
     @property

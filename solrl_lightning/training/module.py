@@ -82,7 +82,7 @@ class SolRLModule(LightningModule):
         self.rate_factor, self.old_decay = rate_factor, old_decay
         self.evaluation = evaluation
         self.ema_state: State | None = None  # set by the EMA callback
-        self.weight_files: Mapping[str, str] = {}  # digests of text encoders and rewards, set by training
+        self.model_files: Mapping[str, str] = {}  # digests of those that base_digest lacks
         self.distances: dict[str, Tensor] = {}  # of the trained policy, before the old policy follows it
         self.transformer = transformers.trained.weights
         # DDP would broadcast the frozen weights, which every rank has read, and cannot broadcast those in 8 bits.
@@ -294,7 +294,7 @@ class SolRLModule(LightningModule):
         checkpoint["state_dict"] = self._saved_tensors(checkpoint["state_dict"])
         checkpoint["evaluation"] = self.evaluation.digest_with_noise
         checkpoint["base_weights"] = self.model.base_digest
-        checkpoint["weight_files"] = dict(self.weight_files)
+        checkpoint["weight_files"] = dict(self.model_files)
         checkpoint["lora_alpha"] = self.transformers.trained.alpha
         checkpoint["precision_backend"] = self.transformers.precision_backend  # a resumed run keeps the precision
 
@@ -322,12 +322,12 @@ class SolRLModule(LightningModule):
                 f"its update. Set model.lora.alpha={recorded:g}."
             )
         same_measure = checkpoint.get("evaluation") == self.evaluation.digest_with_noise
-        self.evaluation.comparable = same_measure and not self.changed_weights(checkpoint)
+        self.evaluation.comparable = same_measure and not self.changed_files(checkpoint)
 
-    def changed_weights(self, checkpoint: Mapping[str, Any]) -> list[str]:
-        """Return what has other weights than those that the checkpoint was trained with; older ones do not say."""
+    def changed_files(self, checkpoint: Mapping[str, Any]) -> list[str]:
+        """Return which files are not those that the checkpoint was trained with; older ones do not say."""
         base, files = checkpoint.get("base_weights", self.model.base_digest), checkpoint.get("weight_files", {})
-        changed = [name for name, digest in self.weight_files.items() if files.get(name, digest) != digest]
+        changed = [name for name, digest in self.model_files.items() if files.get(name, digest) != digest]
         return changed if base == self.model.base_digest else ["model.pretrained with model.fused_lora", *changed]
 
     def _saved_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

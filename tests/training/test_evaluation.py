@@ -2,12 +2,16 @@
 
 import logging
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from solrl_lightning.build import build_model
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.options.model import Model
+from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.training import evaluation
@@ -45,6 +49,32 @@ def test_evaluations_with_other_noise_measure_the_same_and_do_not_compare() -> N
     assert one.digest == other.digest != longer.digest
     assert len({each.digest_with_noise for each in (one, other, longer)}) == 3
     assert Evaluation([Prompt("a red circle", {"count": 2})], rewards, "euler", 4, 2, 7).digest != one.digest
+
+
+SAMPLING = (
+    "model.resolution=64 model.max_sequence_length=6 model.guidance=3.5 model.eval_steps=7 "
+    "model.solver=dpm2 model.scheduler={shift:3.0} model.dtypes.transformer=float32 base_weights=int8"
+).split()
+IN_FILES = "pretrained variant transformer_weights fused_lora weights init_lora lora train".split()  # with digests
+OF_OTHER_MODELS = "guidance_scale num_frames frames flow_shift input_image policy".split()
+SAME = (
+    "needs decode_batch preview_decoder embeddings gradient_checkpointing iterations prompts_per_iteration "
+    "evaluation_every probe_every data full_steps preview_steps prefix_steps rung_steps explore_decoder rollout_batch "
+    "learning_rate train_timestep_fraction micro_batch max_grad_norm kl_weight ram_strength grpo_clip_range "
+    "learning_rates quantization"
+).split()
+
+
+def test_evaluations_of_other_sampling_do_not_compare(compose: Callable[..., Run]) -> None:
+    keys = {override.split("=")[0].split(".")[1] for override in SAMPLING if override.startswith("model.")}
+    assert (
+        keys | {*IN_FILES, *OF_OTHER_MODELS, *SAME} == Model.model_fields.keys()
+    )  # a new option belongs to one of them
+    same = ["model.decode_batch=1", "model.full_steps=4", "model.micro_batch=8", "model.kl_weight=0"]
+    cpu = torch.device("cpu")
+    digests = {line: build_model(compose(line), cpu).evaluation.digest for line in ["seed=1", *same, *SAMPLING]}
+    assert len({digests[line] for line in ["seed=1", *same]}) == 1
+    assert len(set(digests.values())) == 1 + len(SAMPLING)
 
 
 def test_prompt_without_a_score_is_left_out_of_means_and_paired_differences() -> None:

@@ -120,8 +120,19 @@ def test_text_encoders_and_rewards_are_those_of_the_checkpoint(command: Command,
     shutil.copytree(ASSETS / "tiny", tmp_path / "tiny_files")
     (tmp_path / "scorer").mkdir()
     save_file({"weight": torch.ones(10**6)}, tmp_path / "scorer" / "model.safetensors")
+    (tmp_path / "scorer" / "preprocessor_config.json").write_text('{"size": 224}')
     scorer = f"+reward.own={{_target_:{__name__}.FromFile,weight:1,pretrained:scorer}}"
     assert command(*LONG, "iterations=1", "hydra.run.dir=run", "model.pretrained=tiny_files", scorer).status == 0
+    settings = {
+        "scheduler/scheduler_config.json": tmp_path / "tiny_files" / "scheduler" / "scheduler_config.json",
+        "reward.own.pretrained/preprocessor_config.json": tmp_path / "scorer" / "preprocessor_config.json",
+    }
+    for name, file in settings.items():
+        before = file.read_text()
+        file.write_text(before.replace('"shift": 1.0', '"shift": 2.0').replace("224", "225"))
+        resumed = command("ckpt=last", "hydra.run.dir=run", "iterations=2")
+        assert resumed.status == 2 and f"error: {name}: these files are not those that the run in" in resumed.err
+        file.write_text(before)
     files = {
         "text_encoder/model.safetensors": tmp_path / "tiny_files" / "text_encoder" / "model.safetensors",
         "reward.own.pretrained/model.safetensors": tmp_path / "scorer" / "model.safetensors",
@@ -130,14 +141,14 @@ def test_text_encoders_and_rewards_are_those_of_the_checkpoint(command: Command,
         before = file.read_bytes()
         save_file({key: 1.1 * value for key, value in load_file(file).items()}, file, {"format": "pt"})
         resumed = command("ckpt=last", "hydra.run.dir=run", "iterations=2")
-        assert resumed.status == 2 and f"error: the weights of {name} are not those that the run in" in resumed.err
+        assert resumed.status == 2 and f"error: {name}: these files are not those that the run in" in resumed.err
         file.write_bytes(before)
     file.write_bytes(before[:-1] + b"A")
     branch = command("ckpt=run/checkpoints/last.ckpt", "iterations=2", "hydra.run.dir=branch")
-    assert branch.status == 0 and "or weights in files are not those of the checkpoint" in branch.out
+    assert branch.status == 0 and "the rewards or files of models are not those of the checkpoint" in branch.out
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     checkpoint = torch.load(last, weights_only=True)
-    assert checkpoint.pop("weight_files").keys() == {*files, "text_encoder_2/model.safetensors"}
+    assert checkpoint.pop("weight_files").keys() > {*files, *settings, "text_encoder_2/model.safetensors"}
     torch.save(checkpoint, last)  # of an older version
     resumed = command("ckpt=last", "hydra.run.dir=run", "iterations=2")
     assert resumed.status == 0, resumed.err
@@ -153,12 +164,13 @@ def test_base_weights_and_alpha_are_those_of_the_checkpoint(command: Command, tm
         more = {name: 1.1 * file.get_tensor(name) for name in file.keys()}
         save_file(more, tmp_path / lora, file.metadata())
     resumed = command("ckpt=last", run, "iterations=2")
-    assert resumed.status == 2 and "the weights of model.pretrained with model.fused_lora are not those" in resumed.err
+    assert resumed.status == 2 and "model.pretrained with model.fused_lora: these files are not those" in resumed.err
     branch = command(f"ckpt={checkpoint}", "iterations=2", "hydra.run.dir=branch")
-    assert branch.status == 0 and "or weights in files are not those of the checkpoint: base reward, best" in branch.out
+    assert branch.status == 0 and "or files of models are not those of the checkpoint: base reward, best" in branch.out
     assert summary_of(tmp_path / "branch")["evaluations"][0]["iteration"] == 1
     export = command("task=export", f"ckpt={checkpoint}", "hydra.run.dir=export")
-    assert export.status == 0 and f"{checkpoint} was trained on: files have changed" in export.out
+    changed = "model.pretrained with model.fused_lora: these files are not those that"
+    assert export.status == 0 and f"{changed} {tmp_path / checkpoint} was trained with" in export.out
     (tmp_path / lora).write_bytes(before)
     resumed = command("ckpt=last", run, "iterations=2")
     assert resumed.status == 0, resumed.err
