@@ -2,12 +2,13 @@
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from solrl_lightning.artifacts.files import finite_only, write_atomically
 from solrl_lightning.artifacts.formatting import number
+from solrl_lightning.errors import CheckFailed
 
 OK, SLOW, WRONG, SKIPPED = "ok", "slow", "wrong", "skipped"
 _WIDTH, _NAME, _STATUS = 100, 20, 9  # columns of a row and of its first two parts
@@ -40,6 +41,12 @@ def judged(
     """Return the row of a check; where it is neither ``wrong`` nor ``slow``, it has no ``way_out``."""
     status = WRONG if wrong else SLOW if slow else OK
     return Row(check, status, result, way_out if wrong or slow else "", measured, expected)
+
+
+def check_right(wrong: Collection[str]) -> None:
+    """Raise CheckFailed if there are names of rows or steps that are ``wrong``."""
+    if wrong:
+        raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")
 
 
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:

@@ -410,11 +410,6 @@ def _read_hub(
     name = f"{HUB}{dataset}/{split}"
     try:
         table = datasets.load_dataset(dataset, data_files=file, split=split)
-    except datasets.exceptions.DatasetNotFoundError as error:
-        raise UserError(
-            f"the data set {name} cannot be accessed: {sentence(error)} Check owner and name. If it is gated, accept "
-            f"its terms on https://huggingface.co/datasets/{dataset}; if it is private, too, log in: hf auth login."
-        ) from error
     except ConnectionError as error:
         raise UserError(
             f"the data set {name} is not on this machine and the hub cannot be reached: {sentence(error)} Check the "
@@ -426,9 +421,10 @@ def _read_hub(
         load = f"datasets.load_dataset({dataset!r}, '<configuration>', split='<split>')"
         code = f"import datasets; {load}.to_parquet('prompts.parquet')"
         raise UserError(
-            f"the data set {name} cannot be read: {reason}. Name a split that it has; of one with several "
-            f"configurations, run python -c {shell_quoted(code)} and name that file; of any other, write the prompts "
-            "to a text file, one a line, and name that."
+            f"the data set {name} cannot be read: {reason}. Name a split that it has. For a gated or private one, "
+            f"accept its terms on https://huggingface.co/datasets/{dataset}, and log in: hf auth login. Of one with "
+            f"several configurations, run python -c {shell_quoted(code)} and name that file; of any other, write the "
+            "prompts to a text file, one a line, and name that."
         ) from error
     _check_column(table.column_names, column, name)
     if others is not None:

@@ -154,15 +154,12 @@ def check_images(name: str, images: Tensor, prompts: list[str], metadata: list[M
 
     An image with NaN raises ``NonFiniteError`` instead: the model's numbers are at fault, not the caller.
     """
-    if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
+    are_images = images.is_floating_point() and images.ndim == 4 and images.shape[1] == 3
+    if not are_images or not len(images) == len(prompts) == len(metadata):
         raise ValueError(
-            f"the images of the reward {name} are invalid: they must be floats [B, 3, H, W]; got {images.dtype} "
-            f"{list(images.shape)}. Divide uint8 images by 255, and stack them with the channels first."
-        )
-    if not len(images) == len(prompts) == len(metadata):
-        raise ValueError(
-            f"the prompts of the reward {name} are invalid: there must be one per image, with its metadata; got "
-            f"{len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata. Give {{}} where there is none."
+            f"the reward {name} must be called with B images, floats [B, 3, H, W], B prompts and their B metadata; got "
+            f"{images.dtype} {list(images.shape)}, {len(prompts)} prompts and {len(metadata)} metadata. Divide uint8 "
+            "images by 255, stack them with the channels first, and give {} for no metadata."
         )
     lowest, highest = images.amin((1, 2, 3)), images.amax((1, 2, 3))  # torch returns NaN if an image has one
     inside = (lowest >= 0) & (highest <= 1)

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 import solrl_lightning
-from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
+from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, check_right, format_row, write_json
 from solrl_lightning.build import device_of
 from solrl_lightning.callbacks.common import file_logger
-from solrl_lightning.errors import CheckFailed, UserError
+from solrl_lightning.errors import UserError
 from solrl_lightning.machine.memory import peak_memory, total_memory
 from solrl_lightning.names import SHADOW
 from solrl_lightning.options.run import Run
@@ -50,9 +50,7 @@ def doctor(cfg: Run) -> Json:
     counted = ", ".join(f"{n} {status}" for status, n in result["counts"].items())
     whole = f"{result['seconds_since_process_start']:.0f} s with start-up"
     print(f"{counted}, in {result['seconds']:.0f} s ({whole})\n  {path}")
-    wrong = dict.fromkeys(row.check for row in rows if row.status == WRONG)
-    if wrong:
-        raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")
+    check_right(dict.fromkeys(row.check for row in rows if row.status == WRONG))
     return result
 
 

@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from solrl_lightning.artifacts.files import finite_only, write_atomically
 from solrl_lightning.artifacts.formatting import command_line, counted, duration, path_option, shell_quoted
 from solrl_lightning.artifacts.run_folder import claimed
-from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
+from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, check_right, format_row, write_json
 from solrl_lightning.build import device_of
-from solrl_lightning.errors import CheckFailed, UserError
+from solrl_lightning.errors import UserError
 from solrl_lightning.machine.environment import machine, versions
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Prove
@@ -90,9 +90,7 @@ def prove(cfg: Run) -> dict[str, Any]:
     print(f"{summary_of(result)}\n  {folder / 'proof.html'}\n  {folder / 'proof.json'}\n{use_of(result)}")
     if result["steps_left"]:
         print(f"continue with: {again}")
-    wrong = [name for name, step in result["steps"].items() if any(row["status"] == WRONG for row in step["rows"])]
-    if wrong:
-        raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")
+    check_right([name for name, step in result["steps"].items() if WRONG in [row["status"] for row in step["rows"]]])
     return result
 
 

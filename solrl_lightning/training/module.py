@@ -299,21 +299,16 @@ class SolRLModule(LightningModule):
         checkpoint["precision_backend"] = self.transformers.precision_backend  # a resumed run keeps the precision
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        expected, loaded = (
-            {name: list(value.shape) for name, value in self._saved_tensors(state).items()}
-            for state in (self.state_dict(), checkpoint["state_dict"])
-        )
-        dtypes = {value.dtype for value in self._saved_tensors(checkpoint["state_dict"]).values()}
-        if expected == loaded and dtypes != {torch.float32}:
-            names = ", ".join(sorted(map(str, dtypes)))
-            raise UserError(f"the checkpoint's weights are of {names}; a run writes float32. Take that of a run.")
+        weights, stored = (self._saved_tensors(state) for state in (self.state_dict(), checkpoint["state_dict"]))
+        expected = {name: f"{torch.float32} {list(value.shape)}" for name, value in weights.items()}
+        loaded = {name: f"{value.dtype} {list(value.shape)}" for name, value in stored.items()}
         if expected != loaded:
             name = min(name for name in expected | loaded if expected.get(name) != loaded.get(name))
             raise UserError(
                 "the checkpoint's weights do not fit this model: model, model.train, model.lora.rank and "
-                f"model.lora.target_modules must be those of the run that wrote it; {name} has shape "
-                f"{expected.get(name, 'none')} in the model and {loaded.get(name, 'none')} in the checkpoint. Repeat "
-                "the options of that run."
+                f"model.lora.target_modules must be those of the run that wrote it; {name} must be "
+                f"{expected.get(name, 'absent')}, and is {loaded.get(name, 'absent')}. Repeat the options of that run, "
+                "or take a checkpoint of one."
             )
         alpha = self.transformers.trained.alpha
         if (recorded := checkpoint.get("lora_alpha", alpha)) != alpha:

@@ -253,7 +253,7 @@ def test_metadata_of_a_reward_called_alone_are_a_list_or_nothing() -> None:
     reward = Counting()
     assert reward(grey(0.0, 0.5), PROMPTS[:2]).tolist() == [-1, -1]
     assert reward(grey(0.0, 0.5), PROMPTS[:2], [{"count": 2}, {}]).tolist() == [2, -1]
-    with pytest.raises(ValueError, match="got 2 images, 2 prompts and 1 metadata"):
+    with pytest.raises(ValueError, match="got torch.float32 .2, 3.*, 2 prompts and 1 metadata"):
         reward(grey(0.0, 0.5), PROMPTS[:2], [{"count": 2}])
 
 
