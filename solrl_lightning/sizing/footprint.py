@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.names import AUTO
 from solrl_lightning.policies.architectures import Architecture, build_component
 from solrl_lightning.rollout.stage import Stage, candidates_per_prompt, with_next
@@ -194,6 +195,8 @@ def stored_bytes(whole: int, layers: Iterable[nn.Linear]) -> dict[str, int]:
 def encoder_bytes(architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> int:
     """Return the bytes of the text encoders in their dtypes."""
     parts = {name: part for name, part in architecture.components.items() if name.startswith("text_encoder")}
-    return sum(
-        bytes_of(build_component(part, "meta", dtypes.get(name, dtypes["default"]))) for name, part in parts.items()
-    )
+    total = 0
+    for name, part in parts.items():
+        with reading(f"model.pretrained={architecture.name} is invalid: its {name}"):
+            total += bytes_of(build_component(part, "meta", dtypes.get(name, dtypes["default"])))
+    return total

@@ -19,7 +19,9 @@ from take_away import POINTER
 
 from solrl_lightning.build import policy_on_meta
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.architectures import find_architecture
 from solrl_lightning.policies.loading import load_pipeline
+from solrl_lightning.sizing.footprint import encoder_bytes
 
 INDEX, TRANSFORMER = "model_index.json", "transformer/diffusion_pytorch_model.safetensors"
 T5 = "text_encoder_2/model.safetensors"
@@ -194,6 +196,12 @@ def test_parts_that_do_not_fit_are_an_error_before_weights_are_read(
     (file,) = (copied / part).glob("*config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
     assert re.search(rule, meta_error(copied))
+
+
+def test_text_encoder_that_no_library_makes_is_an_error_in_a_plan(copied: Path) -> None:
+    change("text_encoder_2/config.json", num_heads=None)(copied)
+    with pytest.raises(UserError, match=f"{copied} is invalid: its text_encoder_2: .*num_heads.*{AGAIN}"):
+        encoder_bytes(find_architecture(str(copied), FluxPipeline), {"default": torch.float32})
 
 
 def test_a_text_in_place_of_any_value_is_an_error_or_has_no_effect_on_shapes(copied: Path) -> None:
