@@ -28,6 +28,9 @@ LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 PEFT_CONFIG = "adapter_config.json"
 """The file beside peft's that has its alpha."""
 
+SHARDED = "solrl_lightning.training.sharding.ShardedBase"
+"""The strategy of a trainer whose ranks share the weights."""
+
 AUTO = "auto"
 """The precision that is chosen for the hardware, by ``quantization.choose_precision``; and the fastest backend."""
 

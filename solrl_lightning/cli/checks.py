@@ -17,11 +17,11 @@ from solrl_lightning.data.sources import check_source
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.packages import check_installed
 from solrl_lightning.names import LORA_FILES
-from solrl_lightning.options.reward import GENEVAL, HTTP, VLM
+from solrl_lightning.options.reward import GENEVAL
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Compare, Export, Generate, Prove, Serve
 from solrl_lightning.options.trainer import Trainer, check_shares, named_devices
-from solrl_lightning.rewards.addresses import check_served, read_token
+from solrl_lightning.rewards.addresses import HTTP, VLM, check_served, read_token
 from solrl_lightning.rewards.geneval_metadata import check_metadata
 from solrl_lightning.run_prompts import prompt_sets, requested_prompts, sources
 

@@ -23,7 +23,8 @@ from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free, run_of, started_runs
 from solrl_lightning.cli.config import ConfigTree, adds, as_written, finding, own_sources, resolvable, searched
 from solrl_lightning.errors import UserError
-from solrl_lightning.names import LORA_FILES
+from solrl_lightning.names import LORA_FILES, SHARDED
+from solrl_lightning.rewards.addresses import HTTP, VLM
 
 OUTPUTS = Path("outputs")
 # In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
@@ -33,12 +34,8 @@ RESUMABLE_KEYS = (
     "compile_training precision.backend model.rollout_batch model.micro_batch model.decode_batch "
     "model.gradient_checkpointing model.pretrained model.embeddings data.eval data.eval_prompts data.eval_images"
 ).split()
-_SERVERS, _SERVER_KEYS = (
-    ("http", "vlm", "vlm_marks", "vlm_edit"),
-    ("url", "concurrency", "timeout", "retries", "backoff"),
-)
-_LISTED_KEYS = ", ".join([*RESUMABLE_KEYS, f"reward.<{'|'.join(_SERVERS)}>.<{'|'.join(_SERVER_KEYS)}>"])
-RESUMABLE_KEYS += [f"reward.{name}.{key}" for name in _SERVERS for key in _SERVER_KEYS]
+_SERVER_KEYS = ("url", "concurrency", "timeout", "retries", "backoff")  # of a reward that a server computes
+_LISTED_KEYS = ", ".join([*RESUMABLE_KEYS, f"reward.<server>.<{'|'.join(_SERVER_KEYS)}>"])
 _ELSEWHERE = " (no run was started in this folder; it is the newest on this machine)"
 
 
@@ -101,7 +98,8 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     recorded = [o for o in _recorded_overrides(tree, source) if o.key_or_group not in ("ckpt", "task")]
     _check_one_start(checkpoint, recorded, new)
     if not training:  # another task has other keys, and none runs with shards
-        sharded = any(o.key_or_group == "trainer" and o.value() == "fsdp" for o in recorded)
+        trainer = [str(o.input_line) for o in recorded if o.key_or_group == "trainer"]
+        sharded = OmegaConf.select(tree.compose(trainer), "trainer.strategy._target_") == SHARDED
         recorded = [o for o in recorded if not is_subkey(_dotted(o), "task", *(["trainer"] if sharded else []))]
     lines = [str(o.input_line) for o in [*_still_valid(tree, recorded, new), *new]]
     merged = [*searched(sources), *lines, f"ckpt={quoted(checkpoint.absolute())}"]
@@ -184,8 +182,9 @@ def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed
     """
     _check_not_trained(folder)
     lines = [str(o.input_line) for o in overrides if o.key_or_group != "ckpt"]
+    may_change = _resumable_keys(tree.compose(lines))
     before, now = (
-        [str(o.input_line) for o in command if not is_subkey(_dotted(o), *RESUMABLE_KEYS)]
+        [str(o.input_line) for o in command if not is_subkey(_dotted(o), *may_change)]
         for command in (_recorded_overrides(tree, folder), overrides)
     )
     same = (folder / RECORD / "overrides.yaml").is_file() and before == now
@@ -283,9 +282,10 @@ def _check_resumable(
     """
     recorded = read_record(folder / RECORD / "config.yaml", DictConfig, "seed")
     current = tree.compose([line for line in lines if not tree.parse([line])[0].is_sweep_override()])
+    may_change = _resumable_keys(recorded)
     with resolvable(current):
-        before, now = _fixed_values(recorded, folder), _fixed_values(current, folder)
-    suspects = [o for o in overrides if not is_subkey(_dotted(o), *RESUMABLE_KEYS)]
+        before, now = (_fixed_values(cfg, folder, may_change) for cfg in (recorded, current))
+    suspects = [o for o in overrides if not is_subkey(_dotted(o), *may_change)]
     added = [key for key in now.keys() - before.keys() if is_subkey(key, *map(_dotted, suspects))]
     both = [key for key in now if key in before]
     changed = sorted([*added, *(k for k in both if before[k][0] != now[k][0] and before[k][1] != now[k][1])])
@@ -314,7 +314,16 @@ def _check_resumable(
     )
 
 
-def _fixed_values(cfg: DictConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
+def _resumable_keys(cfg: DictConfig) -> list[str]:
+    """Return `RESUMABLE_KEYS` and, as the servers of a run of ``cfg`` may move, the keys of its rewards that say how to
+    reach them.
+    """
+    rewards: Any = OmegaConf.to_container(cfg.reward, resolve=False)
+    servers = [name for name, node in rewards.items() if isinstance(node, dict) and node["_target_"] in (HTTP, VLM)]
+    return [*RESUMABLE_KEYS, *(f"reward.{name}.{key}" for name in servers for key in _SERVER_KEYS)]
+
+
+def _fixed_values(cfg: DictConfig, folder: Path, may_change: Sequence[str]) -> dict[str, tuple[Any, Any]]:
     """Return, by dotted key, the value as written and as resolved in ``folder``, of the keys that a resume keeps."""
     cfg = cfg.copy()
     with open_dict(cfg):
@@ -322,7 +331,7 @@ def _fixed_values(cfg: DictConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
         for key in ("hydra", "callbacks", "logger", "task"):  # all of whose keys may change
             cfg.pop(key, None)
     written, resolved = (leaves(OmegaConf.to_container(cfg, resolve=resolve)) for resolve in (False, True))
-    return {k: (written.get(k), resolved[k]) for k in sorted(resolved) if not is_subkey(k, "run_dir", *RESUMABLE_KEYS)}
+    return {k: (written.get(k), resolved[k]) for k in sorted(resolved) if not is_subkey(k, "run_dir", *may_change)}
 
 
 def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -9,10 +9,8 @@ from typing_extensions import Required, TypedDict
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import Combination, trained_reward
 from solrl_lightning.options.rules import HERE, NODE, Broken, Group, number
-from solrl_lightning.rewards.addresses import check_url
+from solrl_lightning.rewards.addresses import HTTP, VLM, check_url
 
-HTTP = "solrl_lightning.rewards.http.HTTPReward"
-VLM = "solrl_lightning.rewards.vlm.VLMReward"
 GENEVAL = "solrl_lightning.rewards.geneval.GenEval"
 REWARD_FILES = ("pretrained", "processor", "tokenizer", "head", "detector")  # keys of a reward's hub ids and paths
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from typing_extensions import is_typeddict
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.names import SHADOW, Storage, TrainingSampler
+from solrl_lightning.names import SHADOW, SHARDED, Storage, TrainingSampler
 from solrl_lightning.options.data import Data
 from solrl_lightning.options.explorers import Explorers
 from solrl_lightning.options.family import Family
@@ -35,7 +35,7 @@ from solrl_lightning.options.rules import (
     written,
 )
 from solrl_lightning.options.task import AnyTask, Audit, Generate, Plan, Task
-from solrl_lightning.options.trainer import SHARDED, Trainer
+from solrl_lightning.options.trainer import Trainer
 
 _Task = TypeVar("_Task", bound=Task)
 
@@ -197,9 +197,10 @@ class Run(Group):
         base = {"base": "base"} if isinstance(self.task, Generate) and self.task.base else {}
         return base | ({} if self.ckpt is None and self.lora is None else {"trained": "ema"})
 
-    def callback(self, name: str) -> Mapping[str, Any]:
-        """Return the arguments of a callback; empty if the run has no such callback."""
-        return self.callbacks.get(name) or {}
+    def callbacks_of(self, kind: str) -> dict[str, Mapping[str, Any]]:
+        """Return, by name, the arguments of the callbacks of a class of ``solrl_lightning.callbacks``."""
+        target = f"solrl_lightning.callbacks.{kind}"
+        return {name: node for name, node in self.callbacks.items() if node and node["_target_"] == target}
 
     # Rules over several groups
 
@@ -228,17 +229,17 @@ class Run(Group):
             rule = f"it must be at most family.keep={family.keep}, so that each step has rows of every prompt."
             raise Broken(rule, "optimizer_steps", f"Set optimizer_steps={family.keep} or raise family.keep.")
         names = dict.fromkeys([*self.reward.members, self.reward.name])
-        monitor = self.callback("best").get("monitor")
-        if monitor is not None and monitor not in names:
-            rule = f"it must be one of the run's rewards, {', '.join(names)}, or null."
-            raise Broken(rule, "callbacks.best.monitor")
+        for name, best in self.callbacks_of("checkpoints.BestCheckpoint").items():
+            if best.get("monitor") not in (None, *names):
+                rule = f"it must be one of the run's rewards, {', '.join(names)}, or null."
+                raise Broken(rule, f"callbacks.{name}.monitor")
         folder = f"{self.run_dir}/checkpoints"
         values = {
             "trainer.max_epochs": (self.trainer.get("max_epochs"), self.iterations),
             "trainer.default_root_dir": (self.trainer.get("default_root_dir"), self.run_dir),
-            "callbacks.checkpoint.dirpath": (self.callback("checkpoint").get("dirpath", folder), folder),
-            "callbacks.best.dirpath": (self.callback("best").get("dirpath", folder), folder),
         }
+        for name in ("checkpoint", "best"):  # of any class: ckpt=last and ckpt=best look there
+            values[f"callbacks.{name}.dirpath"] = ((self.callbacks.get(name) or {}).get("dirpath", folder), folder)
         for name, node in self.logger.items():
             values[f"logger.{name}.log_model"] = (bool((node or {}).get("log_model")), False)
         for key, (actual, expected) in values.items():
@@ -282,14 +283,15 @@ class Run(Group):
         """Raise UserError for what trainer=fsdp cannot do: no rank has a copy of the transformer or computes alone."""
         if not self.is_sharded:
             return
-        grid = self.callback("sample_grid").get("every")
+        grids = [name for name, node in self.callbacks_of("sample_grid.SampleGrid").items() if node.get("every")]
+        grid = f"callbacks.{(grids or ['sample_grid'])[0]}"
         rules = {
             f"task._target_={self.task.target}": (type(self.task) not in (Task, Plan), "task=train"),
             "family.explore.sampler=shadow": (SHADOW in self.family.exploring_samplers, "family=prefix"),
             "family.compile=true": (self.family.compile is True, "family.compile=false"),
             "compile_training=true": (self.compile_training is True, "compile_training=false"),
             f"base_weights={self.base_weights}": (self.base_weights != "bfloat16", "base_weights=bfloat16"),
-            "callbacks.sample_grid": (bool(grid), "callbacks.sample_grid.every=0"),
+            grid: (bool(grids), f"{grid}.every=0"),
         }
         for option, (broken, fix) in rules.items():
             if broken:

@@ -9,7 +9,6 @@ from typing_extensions import Required, TypedDict
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.rules import NODE, Broken, Count, is_one, is_whole, must_be, one_of
 
-SHARDED = "solrl_lightning.training.sharding.ShardedBase"
 _STRATEGIES = ("auto", "single_device", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
 _ONE_STEP = "An iteration takes its optimiser steps on the gradients of all its micro-batches; leave it out"
 

@@ -4,11 +4,14 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Container
+from collections.abc import Mapping
+from typing import Any
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.packages import check_installed
 
+HTTP = "solrl_lightning.rewards.http.HTTPReward"
+VLM = "solrl_lightning.rewards.vlm.VLMReward"
 TOKEN = "SOLRL_REWARD_TOKEN"  # environment variable
 _URL = re.compile(r"https?://([^][/?#@:]+|\[[0-9a-f:.]+\])(:\d+)?([/?#]|$)", re.IGNORECASE)
 
@@ -32,11 +35,12 @@ def check_url(key: str, url: object) -> None:
         )
 
 
-def check_served(rewards: Container[str], host: str, port: int) -> None:
+def check_served(rewards: Mapping[str, Mapping[str, Any]], host: str, port: int) -> None:
     """Raise ``UserError`` if task=serve cannot serve the rewards at its address, or must not without a token."""
-    if "http" in rewards:
+    if posting := [name for name, member in rewards.items() if member["_target_"] == HTTP]:
         raise UserError(
-            "reward=http is invalid with task=serve: a server of its own scores that reward. Choose another reward."
+            f"reward.{posting[0]} is invalid with task=serve: a server of its own scores that reward. Choose another "
+            "reward."
         )
     check_installed("task=serve", "fastapi", "uvicorn", of="solrl-lightning[serve]")
     token = read_token()

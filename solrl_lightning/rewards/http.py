@@ -43,7 +43,7 @@ class HTTPReward(Reward):
         backoff: NotNegative = 1.0,
     ) -> None:
         super().__init__(device)
-        check_url("reward.http.url", url)
+        check_url("url", url)
         self.url, self.batch, self.concurrency = url, batch, concurrency
         self._client = Client(url, concurrency, timeout, retries, backoff)
 
@@ -52,7 +52,8 @@ class HTTPReward(Reward):
         _, height, width = image.shape
         images = [noise(height, width)] * self.batch
         fix = f"; if {self.batch} images of {width} x {height} are too many for it, raise its limit, or set "
-        with tried_out("reward.http", self.url, f"{fix}reward.http.batch=<n>"):
+        key = f"reward.{self.name}"
+        with tried_out(key, self.url, f"{fix}{key}.batch=<n>"):
             self._ask(images, [prompt] * self.batch, [metadata] * self.batch, retries=False)
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:

@@ -119,7 +119,7 @@ def plan_run(
         "merged": 0 if cfg.is_sharded else replica_bytes(weights, replaced),
         "shadow_packed": packed if SHADOW in cfg.samplers else 0,
         "shadow_here": shadows[backend],
-        "trained": math.ceil((beside + (average if cfg.callback("ema") else 0)) / trained_shards),
+        "trained": math.ceil((beside + (average if cfg.callbacks_of("ema.WeightEMA") else 0)) / trained_shards),
         # Of float32 weights, and gradients of their rounded copy; with shards the base weights, beside what computes.
         "gradients_and_moments": math.ceil((3 * average + rounded) / trained_shards),
         "gathered": gathered,

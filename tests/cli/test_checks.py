@@ -11,7 +11,7 @@ import pytest
 from solrl_lightning.cli.checks import check_needs, check_prompts
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
-from solrl_lightning.rewards.addresses import TOKEN
+from solrl_lightning.rewards.addresses import HTTP, TOKEN
 
 Compose = Callable[..., Run]
 
@@ -24,7 +24,8 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("reward=http", "reward=http is invalid with task=serve"),
+        ("reward=http", "reward.http is invalid with task=serve"),
+        (f"+reward.sharp={{_target_:{HTTP},url:'http://a',weight:1}}", "reward.sharp is invalid with task=serve"),
         ("task.host=0.0.0.0", "task.host=0.0.0.0 is invalid without a token: other machines can reach it"),
         ("task.host=no.such.name.invalid", "task.host=no.such.name.invalid .* Name or service not known"),
         ("task.host=192.0.2.1", "task.host=192.0.2.1 .* Cannot assign requested address. Set task.port="),

@@ -706,16 +706,23 @@ def test_failed_resume_keeps_the_record_of_the_run(command: Command, earlier: Pa
     assert config(earlier)["iterations"] == 2
 
 
+JUDGE = (
+    "{_target_: solrl_lightning.rewards.vlm.VLMReward, url: 'http://a/v1', model: m, concurrency: 2, weight: 1.0, "
+    "question: hands, answers: {'yes': 1.0, 'no': 0.0}}"
+)
+
+
 @pytest.fixture
 def config_dir(tmp_path: Path) -> Path:
-    """The folder of options "it's mine", with family=small, reward=bright and experiment=quick."""
+    """The folder of options "it's mine", with family=small, reward=bright or hands, and experiment=quick."""
     for path, text in {
         "family/small.yaml": "defaults: [diffusionnft]\npool: 6\nkeep: 6\n",
         "reward/bright.yaml": "# @package reward\nbright: {_target_: a.B, weight: 1.0}\n",
+        "reward/hands.yaml": f"# @package reward\nhands: {JUDGE}\n",
         "experiment/quick.yaml": "# @package _global_\niterations: 3\n",
     }.items():
         file = tmp_path / "it's mine" / path
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     return tmp_path / "it's mine"
 
@@ -732,6 +739,20 @@ def test_run_resumes_with_the_options_of_its_config_dir(command: Command, tmp_pa
     again = [RECORD, "ckpt=last", "hydra.run.dir=run", "iterations=40"]
     assert "Name their folder with --config-dir <folder>" in error_of(command, *again)
     assert command("--config-dir", "moved", *again).status == 0
+
+
+@pytest.mark.usefixtures("config_dir")
+def test_server_of_a_reward_of_any_name_may_move(command: Command, tmp_path: Path) -> None:
+    run = ["--config-dir", "it's mine", RECORD, "reward=hands", "hydra.run.dir=run"]
+    assert command(*run, "ckpt=auto").status == 0
+    moved = ["iterations=20", "reward.hands.url=http://b/v1", "reward.hands.concurrency=4"]
+    assert command(RECORD, "ckpt=last", "hydra.run.dir=run", *moved).status == 0
+    assert config(tmp_path / "run")["reward"]["hands"]["url"] == "http://b/v1"
+    message = error_of(command, RECORD, "ckpt=last", "hydra.run.dir=run", *moved, "reward.hands.question=feet")
+    assert "reward.hands.question=feet changes reward.hands.question. " in message
+    for name in ("checkpoints/last.ckpt", "summary.json"):
+        (tmp_path / "run" / name).unlink()
+    assert command(*run, "ckpt=auto", "reward.hands.url=http://c/v1").status == 0
 
 
 def choose_small(cfg: Run) -> None:

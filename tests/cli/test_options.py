@@ -152,6 +152,10 @@ trainer=fsdp family=prefix callbacks.sample_grid.every=0 family.compile=true | S
 trainer=fsdp family=prefix callbacks.sample_grid.every=0 compile_training=true | Set compile_training=false
 trainer=fsdp family=prefix callbacks.sample_grid.every=0 base_weights=int8 | Set base_weights=bfloat16
 """
+KIND = "{_target_:solrl_lightning.callbacks"
+WRONG += f"""+callbacks.b={KIND}.checkpoints.BestCheckpoint,monitor:y}} | callbacks.b.monitor=y is invalid
+trainer=fsdp family=prefix callbacks.sample_grid=null +callbacks.g={KIND}.sample_grid.SampleGrid,every:6}} | g.every=0
+"""
 
 
 @pytest.mark.parametrize("line", WRONG.strip().splitlines(), ids=lambda line: line.split(" | ")[0].strip())
@@ -172,6 +176,7 @@ def test_error_of_a_wrong_value_states_its_rule(line: str) -> None:
         "task=evaluate ~callbacks ~logger",
         "task._target_=mine.task ~callbacks",
         "~callbacks.best callbacks.guard.limits.kl=null callbacks.sample_grid=null",
+        "~callbacks.best +callbacks.best={_target_:lightning.pytorch.callbacks.ModelCheckpoint,monitor:eval/shapes}",
         "+callbacks.mine={_target_:mine.Mine,every:x} +optimizer.amsgrad=true",
         "family.pool=7 family.keep=7 optimizer.lr=1",
         "family=sol_rl +family.explore.rungs=[{step:3,keep:48},{step:4,keep:24}] ~family.explore.solver",

@@ -245,7 +245,7 @@ def test_less_of_a_reward_of_negative_weight_is_better(compose: Callable[..., Ru
     rewards = WeightedRewards({"brightness": Brightness()}, {"brightness": weight})
     assert rewards.name == rewards.for_training.name == name
     options = compose("callbacks=early_stopping", f"reward.shapes.weight={weight}")
-    (reward,) = {options.reward.name, options.callback("early_stopping")["monitor"].removeprefix("eval/")}
+    (reward,) = {options.reward.name, options.callbacks["early_stopping"]["monitor"].removeprefix("eval/")}
     assert reward == name.replace("brightness", "shapes")
 
 
