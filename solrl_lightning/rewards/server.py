@@ -21,6 +21,7 @@ from pydantic import Base64Bytes, BaseModel, ValidationError
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
+from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.data.input_images import as_rgb
 from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
 from solrl_lightning.errors import NonFiniteError, RewardError, UserError, sentence
@@ -105,13 +106,11 @@ def decode(body: bytes, max_images: int, max_pixels: int) -> tuple[Tensor, Batch
 
 def pixels(files: list[bytes], max_pixels: int) -> Tensor:
     """Decode PNG files to uint8 [B, 3, H, W]. UserError for damaged files, several sizes and large ones."""
-    try:
+    with reading("an image must be a PNG file"):
         images = [Image.open(io.BytesIO(png), formats=["PNG"]) for png in files]  # reads the headers only
         sizes = {image.size for image in images}
         if len(sizes) == 1 and math.prod(images[0].size) <= max_pixels:
             return torch.stack([pil_to_tensor(as_rgb(image)) for image in images])
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"an image must be a PNG file; one cannot be read: {sentence(error)}") from error
     got = ", ".join(f"{width} x {height}" for width, height in sorted(sizes))
     raise UserError(f"the images of a request must be of one size of at most {max_pixels} pixels; got {got}")
 
