@@ -11,6 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.artifacts.finished_runs import finished_runs
+from solrl_lightning.artifacts.formatting import path_option
 from solrl_lightning.cli.config import as_written, without_hydra
 from solrl_lightning.cli.hub import check_push
 from solrl_lightning.data.sources import check_source
@@ -88,7 +89,9 @@ def check_paths(options: Run) -> None:
         path = Path(lora).expanduser()
         if not any(file.is_file() for file in ([path / name for name in LORA_FILES] if path.is_dir() else [path])):
             rule = f"it must be a LoRA file, or a folder with {' or '.join(LORA_FILES)}"
-            raise UserError(f"model.init_lora={lora} is invalid: {rule}.")
+            below = min((file.parent for name in LORA_FILES for file in path.glob(f"*/{name}")), default=None)
+            fix = path_option("model.init_lora", below) if below else "model.init_lora=<LoRA>"  # below: of a run
+            raise UserError(f"model.init_lora={lora} is invalid: {rule}. Set {fix}.")
 
 
 def check_needs(options: Run) -> None:

@@ -147,7 +147,8 @@ class ConfigTree:
         key, equals, value = argument.partition("=")
         if not equals:
             homes = [f"{group}={argument}" for group in self.groups() if argument in self.options(group)]
-            return f"Cannot read {argument!r}: an option is written key=value.{did_you_mean(homes)}"
+            fix = did_you_mean(homes) or " --help lists the common ones."
+            return f"Cannot read {argument!r}: an option is written key=value.{fix}"
         if not argument.isprintable():
             return f"Cannot read {argument!r}: it has characters that cannot be printed. Leave them out."
         bare = re.sub(r"""(["'])(\w+)\1\s*:\s*""", r"\2:", argument)

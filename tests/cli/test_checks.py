@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from solrl_lightning.cli.checks import check_needs, check_prompts
+from solrl_lightning.cli.checks import check_needs, check_paths, check_prompts
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.addresses import HTTP, TOKEN
@@ -50,6 +50,14 @@ def test_options_of_lightning_in_the_environment_are_an_error(
     monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "1")
     with pytest.raises(UserError, match=r"PL_TRAINER_MAX_STEPS=1 in the environment .* unset PL_TRAINER_MAX_STEPS"):
         check_needs(compose())
+
+
+def test_folder_of_a_run_has_its_lora_below(compose: Compose, tmp_path: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "pytorch_lora_weights.safetensors").touch()
+    for folder, fix in ((tmp_path, f"{tmp_path}/lora"), (tmp_path / "none", "<LoRA>")):
+        with pytest.raises(UserError, match=rf"it must be a LoRA file, .*\. Set model.init_lora={fix}\.$"):
+            check_paths(compose(f"model.init_lora={folder}"))
 
 
 def test_port_in_use_is_an_error(compose: Compose) -> None:

@@ -60,4 +60,7 @@ def test_help_describes_callbacks_and_a_reward_of_the_users_own(
 
 
 def test_help_of_an_unknown_group_says_so(command: Command) -> None:
-    assert "Cannot read 'fam': an option is written key=value." in command("--help", "fam").err
+    assert (
+        "Cannot read 'fam': an option is written key=value. --help lists the common ones."
+        in command("--help", "fam").err
+    )
