@@ -44,6 +44,10 @@ _OF_THE_PROGRAM = re.compile(r"run_dir|task\.(reads|overrides)|callbacks\.summar
 _STRAIGHT = str.maketrans("\u201c\u201d\u201e\u00ab\u00bb\u2018\u2019\u201a", '"' * 5 + "'" * 3)  # typographic quotes
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"
 _REPEATS = re.compile(r"\$\{([\w.]+)\}")  # the value of a key that repeats another key
+_LIST_FOR_KEYS = (
+    " It has a list in place of keys. Options of a group are chosen in the defaults list, as with "
+    "`- override /reward: [shapes, pickscore]`."
+)
 _QUOTED_HOME = re.compile(r"""(?<=[=,\[{:(\s])(["'])~/""")
 
 
@@ -222,7 +226,8 @@ class ConfigTree:
             raise UserError(f"The defaults list of a YAML file of your own includes itself. {fix}.") from error
         except (HydraException, ValueError) as error:
             check_names(self, arguments)
-            raise UserError(first_lines(error)) from error
+            is_list = "Cannot merge DictConfig with ListConfig" in str(error)
+            raise UserError(f"{first_lines(error)}{_LIST_FOR_KEYS if is_list else ''}") from error
 
     def jobs(self, arguments: Sequence[str], multirun: bool) -> list[DictConfig]:
         """Return the configuration of every run of a command line; for a sweep, of every combination.
@@ -251,7 +256,7 @@ class ConfigTree:
                 elif " " in value:
                     other = f", or quote a text that has a comma: {shell_quoted(f'{key}={quoted(value)}')}"
                 raise UserError(f"{line} gives several values. Add -m for a run of each{other}.")
-            check_root(cfg, overrides)
+            check_effects(cfg, overrides)
             return [cfg]
         overrides = self.parse(f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items())
         overrides += self.parse(arguments)
@@ -259,7 +264,7 @@ class ConfigTree:
         values = {override.get_key_element(): _swept(override, every) for override in overrides}
         jobs = [self.compose(combination) for combination in itertools.product(*values.values())]
         for job in jobs:
-            check_root(job, overrides)
+            check_effects(job, overrides)
         return jobs
 
 
@@ -507,8 +512,21 @@ def check_choices(cfg: DictConfig) -> None:
             raise UserError(f"A run has one {group}, no list and no null. Choose it with {group}=<option>.")
 
 
-def check_root(cfg: DictConfig, overrides: Sequence[Override]) -> None:
-    """Raise UserError for a key at the root that nothing reads, which ``+`` or a file of the user's own has added."""
+def check_effects(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+    """Raise UserError for what has no effect: ``{}`` over keys, with which Hydra merges it; an option as the value of
+    its group in a file of the user's own; a key at the root that nothing reads, which ``+`` or such a file has added.
+    """
+    for override in overrides:
+        key = override.key_or_group.replace("/", ".")
+        if override.value() == {} and OmegaConf.select(cfg, key):
+            rule, fix = f"{key} has keys, and an empty mapping removes none", f"{key}.<key>=null or ~{key}.<key>"
+            raise UserError(f"{override.input_line} is invalid: {rule}. Leave it out, or change one with {fix}.")
+    for group in cfg.hydra.runtime.choices:
+        if isinstance(option := cfg.get(group), str | ListConfig):
+            raise UserError(
+                f"{group}: {option} in a file of your own is invalid: an option is chosen in the defaults list. Write "
+                f"`- override /{group}: {option}` there."
+            )
     for key in set(map(str, cfg)) - _root():
         lines = [o.input_line for o in overrides if o.key_or_group.replace("/", ".").partition(".")[0] == key]
         culprit = " ".join(map(str, lines)) or f"the key {key} in a file of your own"

@@ -248,6 +248,36 @@ def test_error_of_a_wrong_file_names_the_fault(tmp_path: Path, text: str, messag
         options_of(tree.compose(["family=mine", "family.pool=96"] if "pool" in text else ["family=mine"]), "run")
 
 
+OPTIONS = "task:evaluate model:tiny reward:shapes family:race trainer:ddp logger:csv callbacks:default".split()
+
+
+@pytest.mark.parametrize("line", [*OPTIONS, "reward:[shapes,red]"])
+def test_option_as_the_value_of_its_group_belongs_in_the_defaults_list(tmp_path: Path, line: str) -> None:
+    (tmp_path / "experiment").mkdir()
+    file, text = tmp_path / "experiment" / "mine.yaml", "# @package _global_\ndefaults: [smoke{}, _self_]\n{}\n"
+    file.write_text(text.format("", line.replace(":", ": ")))
+    with ConfigTree(config_dir=str(tmp_path)) as tree, pytest.raises(UserError, match=r"list.* `- override /") as error:
+        tree.jobs(["experiment=mine"], multirun=False)
+    if "[" not in line:
+        advice = str(error.value).partition("`- ")[2].partition("`")[0]
+        file.write_text(text.format(f", {advice}", ""))
+        with ConfigTree(config_dir=str(tmp_path)) as tree:
+            (cfg,) = tree.jobs(["experiment=mine"], multirun=False)
+        group, _, option = line.partition(":")
+        assert cfg.hydra.runtime.choices[group] == option
+
+
+@pytest.mark.parametrize(
+    "line", ["callbacks.guard.limits={}", "logger={}", "++reward={}", "+callbacks={}", "family.explore={}"]
+)
+def test_empty_mapping_over_keys_is_an_error(line: str) -> None:
+    key = line.strip("+").removesuffix("={}")
+    with ConfigTree() as tree:
+        with pytest.raises(UserError, match=rf"is invalid: {key} has keys, .* one with {key}.<key>=null or ~"):
+            tree.jobs([line], multirun=False)
+        tree.jobs(["model.scheduler={}", f"~{key}"], multirun=False)
+
+
 def capped(cap: Positive, weights: dict[str, float] | None = None) -> None:
     """A function of a user's own, one of whose arguments has no default."""
 
