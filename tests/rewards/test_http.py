@@ -248,7 +248,7 @@ def test_token_is_sent_and_in_no_message(
     "url", ["localhost:8000", "ftp://host/score", "http://", "http://me:s3cret@host/score", "http://[::1/", None]
 )
 def test_url_that_is_no_address_or_has_a_password_is_an_error(url: Any) -> None:
-    message = "reward.http.url=.* is invalid: it must begin with http:// or https://"
+    message = "^url=.* is invalid: it must begin with http:// or https://"
     with pytest.raises(UserError, match=message) as error:
         HTTPReward(url)
     assert "s3cret" not in str(error.value)
