@@ -93,7 +93,9 @@ def _files_of(cls: Any, folder: Path, chats: bool) -> Iterator[tuple[str, ...]]:
     if issubclass(cls, SchedulerMixin):
         yield ("scheduler_config.json",)
     if issubclass(cls, transformers.ProcessorMixin | transformers.image_processing_utils.ImageProcessingMixin):
-        yield "preprocessor_config.json", "processor_config.json"
+        names = ("preprocessor_config.json", "processor_config.json")
+        beside = (folder / names[1]).is_file() and "image_processor" not in (folder / names[1]).read_text()
+        yield names[:1] if beside else names
     if issubclass(cls, transformers.ProcessorMixin | transformers.PreTrainedTokenizerBase):
         yield ("tokenizer_config.json",)
         yield from _vocabulary(folder)
