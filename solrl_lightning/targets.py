@@ -39,7 +39,7 @@ def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = obj
     except InstantiationException as error:
         cause: BaseException = error.__cause__ or error
         if isinstance(cause, UserError):
-            raise
+            raise cause from None
         reason = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
         if inspect.isabstract(target):
             fix = f"Define {', '.join(sorted(target.__abstractmethods__))} in it."  # type: ignore[attr-defined]

@@ -322,6 +322,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("task=compare", "outputs/multirun/*/*"),
         ("task=audit task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "There is no precision named 'fp3'"),
         ("iterations=4,5", "gives several values. Add -m for a run of each.\n"),
+        ("old_policy.decay_type=3", "error: old_policy.decay_type=3 with start=None"),
         ("reward=shapes,http", "each, or write 'reward=[shapes,http]' for one run of them together.\n"),
         ("family=sol_rl,race", "gives several values. Add -m for a run of each.\n"),
         (
