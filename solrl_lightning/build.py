@@ -92,9 +92,12 @@ def instantiate_trainer(node: TrainerNode, **options: Any) -> Trainer:
         cause = error.__cause__ and error.__cause__.__cause__
         if not isinstance(cause, MisconfigurationException | RuntimeError):
             raise
-        reason = " ".join(str(cause).split())
-        fix = advice().strip() or "trainer=auto takes what there is."
-        raise UserError(f"trainer cannot run here: {reason} {fix}") from error
+        reason = " ".join(str(cause).split()).rstrip(".")
+        is_auto = node.get("accelerator") == node.get("devices") == "auto"
+        fix = advice().strip() or ("trainer=cpu takes the CPU." if is_auto else "trainer=auto takes what there is.")
+        if "MPI library" in reason:  # mpi4py's error
+            fix = "Install an MPI, as with apt install libopenmpi-dev, or run pip uninstall mpi4py."
+        raise UserError(f"trainer cannot run here: {reason}. {fix}") from error
     if trainer.precision != "32-true":  # by trainer.plugins
         raise UserError(
             f"trainer.plugins={node.get('plugins')} is invalid: every dtype is set in the code and Lightning "
@@ -107,9 +110,11 @@ def instantiate_trainer(node: TrainerNode, **options: Any) -> Trainer:
         )
     if isinstance(trainer.strategy, DDPStrategy):  # otherwise its buckets are a second copy of the gradients
         trainer.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
-    check_world(trainer.num_nodes, trainer.num_devices, trainer.global_rank, one_process="devices" in options)
-    ranks = getattr(trainer.strategy, "cluster_environment", None)
-    if ranks is None or not ranks.creates_processes_externally:
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    is_launched = environment is not None and environment.creates_processes_externally
+    one_process = "devices" in options
+    check_world(trainer.num_nodes, trainer.num_devices, trainer.global_rank, one_process, is_launched)
+    if not is_launched:
         divide_threads(trainer.num_devices)
     return trainer
 

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub
+from lightning.fabric.plugins.environments import LSFEnvironment, MPIEnvironment
 from lightning.pytorch import Trainer
 from nano import MAX_WORDS, save_nano
 from transformers.utils import logging as transformers_logging
@@ -181,6 +182,40 @@ def test_missing_gpu_is_an_error_of_one_sentence(compose: Compose, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="trainer cannot run here: .* trainer=auto takes what there is"):
         instantiate_trainer(compose("trainer.accelerator=cuda").trainer)
+
+
+def test_mpi4py_without_an_mpi_is_an_error_with_a_fix(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    def detect() -> NoReturn:
+        raise RuntimeError("cannot load MPI library\nlibmpi.so: cannot open shared object file")
+
+    monkeypatch.setattr(MPIEnvironment, "detect", detect)
+    for trainer in ("auto", "cpu"):
+        with pytest.raises(UserError, match=r"here: cannot load MPI library .* run pip uninstall mpi4py\.$"):
+            instantiate_trainer(compose(f"trainer={trainer}").trainer)
+
+
+def test_trainer_auto_is_no_way_out_of_itself(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    def detect() -> NoReturn:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(LSFEnvironment, "detect", detect)
+    with pytest.raises(UserError, match=r"trainer cannot run here: no\. trainer=cpu takes the CPU\.$"):
+        instantiate_trainer(compose().trainer)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_every_rank_of_a_launcher_that_lightning_does_not_find_has_the_same_line(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    for name, value in {"PMI_SIZE": "2", "PMI_RANK": rank, "MPI_LOCALNRANKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    options = compose("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
+    with pytest.raises(UserError) as error:
+        instantiate_trainer(options.trainer)
+    assert str(error.value) == (
+        f"PMI_SIZE=2 PMI_RANK={rank} is invalid here: mpirun or jsrun has started 2 processes, and Lightning has not "
+        "found them. Lightning finds the ranks of mpirun by the package mpi4py: run pip install mpi4py."
+    )
 
 
 def test_trainer_is_made_without_a_warning_where_srun_is_installed(

@@ -47,7 +47,7 @@ def _launcher() -> _Launcher:
         return _Launcher("srun", "SLURM_NTASKS", ("SLURM_PROCID",), advice)
     for name in _OTHERS:
         if _number(f"{name}_SIZE", 1) > 1:
-            advice = " Lightning finds the ranks of mpirun by the package mpi4py."
+            advice = " Lightning finds the ranks of mpirun by the package mpi4py: run pip install mpi4py."
             return _Launcher("mpirun or jsrun", f"{name}_SIZE", (f"{name}_RANK",), advice)
     advice = " Start ranks by torchrun or srun, or unset these variables: Lightning then starts its own ranks."
     return _Launcher("", "WORLD_SIZE", ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK"), advice)
@@ -81,10 +81,11 @@ def advice() -> str:
     return launcher.advice if launcher.name else ""
 
 
-def check_world(num_nodes: int, devices: int, rank: int, one_process: bool) -> None:
+def check_world(num_nodes: int, devices: int, rank: int, one_process: bool, is_launched: bool) -> None:
     """Raise ``UserError`` unless the processes that were started are the ranks of a trainer, and this one is ``rank``.
 
-    ``one_process``: whether the task takes one process, whatever the options.
+    ``one_process``: whether the task takes one process, whatever the options. ``is_launched``: whether Lightning has
+    found what started the processes; otherwise its first rank would start others.
     """
     launcher, size = _launcher(), num_nodes * devices
     variables = (launcher.size, *launcher.ranks)
@@ -100,11 +101,13 @@ def check_world(num_nodes: int, devices: int, rank: int, one_process: bool) -> N
         who, fix = "no launcher has started this process", ""
     elif one_process:
         fix = " Start one."
-    if fits and not (rank == 0 and any(map(_number, variables[1:]))):
+    is_lost = bool(launcher.name) and started > 1 and fits and not is_launched
+    if fits and not is_lost and not (rank == 0 and any(map(_number, variables[1:]))):
         if started < size and "MASTER_PORT" in os.environ:  # Lightning starts the other ranks
             _check_free(_number("MASTER_PORT"))
         return
     takes = "this task takes one process" if one_process else f"the trainer takes {size}, this one for rank {rank}"
+    takes = "Lightning has not found them" if is_lost else takes
     environment = " ".join(f"{name}={os.environ[name]}" for name in variables if name in os.environ)
     raise UserError(f"{environment} is invalid here: {who}, and {takes}.{'' if fits else fix}{launcher.advice}")
 

@@ -969,7 +969,7 @@ def test_ranks_of_the_trainer_are_the_processes_that_were_started(
         monkeypatch.delenv(name, raising=False)  # Lightning leaves them in a process that has trained on several ranks
     set_all(monkeypatch, environment)
     with pytest.raises(UserError, match=message) if message else nullcontext():
-        check_world(*ranks, one_process=False)
+        check_world(*ranks, one_process=False, is_launched=True)
 
 
 def test_port_of_the_first_rank_that_another_program_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -978,10 +978,10 @@ def test_port_of_the_first_rank_that_another_program_has_is_an_error(monkeypatch
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
         monkeypatch.setenv("MASTER_PORT", port)
-        check_world(1, 1, 0, one_process=False)
+        check_world(1, 1, 0, one_process=False, is_launched=False)
         with pytest.raises(UserError, match=f"MASTER_PORT={port} is invalid: .* Unset it, or set a free port."):
-            check_world(1, 2, 0, one_process=False)
-    check_world(1, 2, 0, one_process=False)
+            check_world(1, 2, 0, one_process=False, is_launched=False)
+    check_world(1, 2, 0, one_process=False, is_launched=False)
 
 
 @pytest.mark.parametrize(

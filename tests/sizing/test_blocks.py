@@ -27,7 +27,6 @@ CPU = torch.device("cpu")
 # Layers with LoRA and quantised ones, which make graphs large.
 FEW_LAYERS = (
     "model.lora.target_modules=[to_q]",
-    "model.quantization.exclude={}",
     "model.quantization.include=['*.to_k']",
 )
 

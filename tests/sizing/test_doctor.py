@@ -24,8 +24,8 @@ def test_embedded_model_is_ok_and_the_report_does_not_contain_the_token(
     command: Callable[..., Any], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very-secret-value")
-    few_layers = "model.quantization.exclude={}", "model.quantization.include=['*.net.0.proj','*.proj_mlp']"
-    finished = command("task=doctor", "trainer=cpu", "task.iterations=0", "hydra.run.dir=out", *few_layers)
+    few_layers = "model.quantization.include=['*.net.0.proj','*.proj_mlp']"
+    finished = command("task=doctor", "trainer=cpu", "task.iterations=0", "hydra.run.dir=out", few_layers)
     assert finished.status == 0, finished.err
     report = json.loads((tmp_path / "out" / "doctor.json").read_text())
     rows = {row["check"]: row for row in report["rows"]}

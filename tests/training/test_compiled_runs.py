@@ -23,7 +23,7 @@ SMALL = (
     f"family.keep=2 model.resolution=32 model.max_sequence_length={MAX_WORDS} model.full_steps=2 model.preview_steps=1 "
     "model.eval_steps=1 model.train_timestep_fraction=1.0 data.eval_prompts=1 "
     "data.eval_images=1 ~logger callbacks.sample_grid.every=0 model.gradient_checkpointing=false "
-    "model.quantization.exclude={} model.quantization.include=['*.to_k'] "
+    "model.quantization.include=['*.to_k'] "
     "model.lora.target_modules=[to_q] "  # which makes the graphs small
     "+callbacks.graphs._target_=test_compiled_runs.GraphsOfIterations"
 ).split()
