@@ -89,8 +89,10 @@ def check_paths(options: Run) -> None:
         path = Path(lora).expanduser()
         if not any(file.is_file() for file in ([path / name for name in LORA_FILES] if path.is_dir() else [path])):
             rule = f"it must be a LoRA file, or a folder with {' or '.join(LORA_FILES)}"
-            below = min((file.parent for name in LORA_FILES for file in path.glob(f"*/{name}")), default=None)
-            fix = path_option("model.init_lora", below) if below else "model.init_lora=<LoRA>"  # below: of a run
+            # A file of another name, as on the hub, or the folder below that of a run.
+            files = [file for name in LORA_FILES for file in path.glob(f"*/{name}")]
+            near = [*path.glob("*.safetensors"), *(file.parent for file in files)]
+            fix = path_option("model.init_lora", min(near)) if near else "model.init_lora=<LoRA>"
             raise UserError(f"model.init_lora={lora} is invalid: {rule}. Set {fix}.")
 
 

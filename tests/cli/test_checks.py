@@ -52,10 +52,12 @@ def test_options_of_lightning_in_the_environment_are_an_error(
         check_needs(compose())
 
 
-def test_folder_of_a_run_has_its_lora_below(compose: Compose, tmp_path: Path) -> None:
-    (tmp_path / "lora").mkdir()
-    (tmp_path / "lora" / "pytorch_lora_weights.safetensors").touch()
-    for folder, fix in ((tmp_path, f"{tmp_path}/lora"), (tmp_path / "none", "<LoRA>")):
+def test_folder_without_a_lora_of_a_known_name_has_another_or_one_below(compose: Compose, tmp_path: Path) -> None:
+    for name in ("run/lora/pytorch_lora_weights", "hub/turbo"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / f"{name}.safetensors").touch()
+    fixes = {"run": f"{tmp_path}/run/lora", "hub": f"{tmp_path}/hub/turbo.safetensors", "none": "<LoRA>"}
+    for folder, fix in ((tmp_path / name, fix) for name, fix in fixes.items()):
         with pytest.raises(UserError, match=rf"it must be a LoRA file, .*\. Set model.init_lora={fix}\.$"):
             check_paths(compose(f"model.init_lora={folder}"))
 
