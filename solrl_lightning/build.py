@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -369,10 +370,14 @@ def build_policy(
     options: dict[str, Any] = dict(device=str(device), base_weights=base_weights, encode_on=encode_on)
     if is_sharded:
         options["transformer_device"] = "cpu"
-    if config_folder(node["pretrained"]) is not None:
+    if _is_packaged(node) and config_folder(node["pretrained"]) is not None:
         policy_on_meta(node)
     policy: PipelineAdapter = make("model.policy", node, takes=", ".join(f"`{name}`" for name in options), **options)
     return policy
+
+
+def _is_packaged(node: Mapping[str, Any]) -> bool:
+    return str(node["_target_"]).startswith("solrl_lightning.")
 
 
 def policy_on_meta(node: Mapping[str, Any]) -> PipelineAdapter:
@@ -380,8 +385,9 @@ def policy_on_meta(node: Mapping[str, Any]) -> PipelineAdapter:
 
     Raises:
         UserError: a config file is damaged, or the pipeline's parts do not fit together.
+        Exception: of a class of one's own, whose author needs its traceback.
     """
-    with reading(f"model.pretrained={node['pretrained']} is invalid"):
+    with reading(f"model.pretrained={node['pretrained']} is invalid") if _is_packaged(node) else nullcontext():
         policy: PipelineAdapter = instantiate(node, weights="random", embeddings=None, device="meta")
         policy.try_out()
     return policy

@@ -16,10 +16,13 @@ from peft import LoraConfig
 from pretrain import MAX_WORDS
 from safetensors.torch import load_file, save_file
 from take_away import POINTER
+from torch import Tensor, nn
 
-from solrl_lightning.build import policy_on_meta
+from solrl_lightning.build import build_policy, policy_on_meta
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.architectures import find_architecture
+from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.loading import load_pipeline
 from solrl_lightning.sizing.footprint import encoder_bytes
 
@@ -166,6 +169,20 @@ def test_text_encoders_of_another_model_are_an_error(copied: Path, part: str, ke
 
 
 NODE = {"_target_": "solrl_lightning.policies.flux1.Flux1"} | model_options("flux1") | NANO
+
+
+class ReadsValues(Flux1):
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        assert float(sigma.max()) <= 1
+        return super().velocity(transformer, x, sigma, conditioning)
+
+
+def test_class_of_ones_own_is_not_tried_without_numbers(nano_folder: str) -> None:
+    node = NODE | {"_target_": f"{__name__}.ReadsValues", "pretrained": nano_folder}
+    assert isinstance(build_policy(node, torch.device("cpu"), "bfloat16", "device", False), ReadsValues)
+    with pytest.raises(Exception, match="meta") as error:  # in task=plan its author sees where
+        policy_on_meta(node)
+    assert not isinstance(error.value, UserError) and "velocity" in [entry.name for entry in error.traceback]
 
 
 def meta_error(folder: Path) -> str:
