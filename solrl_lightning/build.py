@@ -113,8 +113,7 @@ def instantiate_trainer(node: TrainerNode, **options: Any) -> Trainer:
         trainer.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
     environment = getattr(trainer.strategy, "cluster_environment", None)
     is_launched = environment is not None and environment.creates_processes_externally
-    one_process = "devices" in options
-    check_world(trainer.num_nodes, trainer.num_devices, trainer.global_rank, one_process, is_launched)
+    check_world(trainer.num_nodes, trainer.num_devices, trainer.global_rank, is_launched)
     if not is_launched:
         divide_threads(trainer.num_devices)
     return trainer

@@ -14,6 +14,7 @@ from solrl_lightning.artifacts.finished_runs import finished_runs
 from solrl_lightning.artifacts.formatting import path_option
 from solrl_lightning.cli.config import as_written, without_hydra
 from solrl_lightning.cli.hub import check_push
+from solrl_lightning.cli.launch import check_alone
 from solrl_lightning.data.sources import check_source
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.packages import check_installed
@@ -99,6 +100,8 @@ def check_paths(options: Run) -> None:
 def check_needs(options: Run) -> None:
     """Raise UserError if the task lacks something that it needs, as far as this can be known without torch."""
     task = options.task
+    if not task.takes_ranks:
+        check_alone()
     if name := min((name for name in os.environ if name.startswith("PL_TRAINER_")), default=None):
         raise UserError(
             f"{name}={os.environ[name]} in the environment is invalid: Lightning would take it in place of an option "

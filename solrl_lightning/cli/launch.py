@@ -81,11 +81,20 @@ def advice() -> str:
     return launcher.advice if launcher.name else ""
 
 
-def check_world(num_nodes: int, devices: int, rank: int, one_process: bool, is_launched: bool) -> None:
+def check_alone() -> None:
+    """Raise ``UserError`` if a launcher has started several processes: each would do the same task."""
+    launcher = _launcher()
+    if launcher.name and (started := _number(launcher.size, 1)) > 1:
+        raise UserError(
+            f"{launcher.size}={started} is invalid here: {launcher.name} has started {started} processes, and this "
+            f"task takes one. Start one.{launcher.advice}"
+        )
+
+
+def check_world(num_nodes: int, devices: int, rank: int, is_launched: bool) -> None:
     """Raise ``UserError`` unless the processes that were started are the ranks of a trainer, and this one is ``rank``.
 
-    ``one_process``: whether the task takes one process, whatever the options. ``is_launched``: whether Lightning has
-    found what started the processes; otherwise its first rank would start others.
+    ``is_launched``: whether Lightning has found what started the processes; else its first rank would start others.
     """
     launcher, size = _launcher(), num_nodes * devices
     variables = (launcher.size, *launcher.ranks)
@@ -99,15 +108,12 @@ def check_world(num_nodes: int, devices: int, rank: int, one_process: bool, is_l
         variables = tuple(dict.fromkeys([*variables, *_OF_LIGHTNING]))  # its loggers write nothing on another rank
         fits = started == size if "LOCAL_RANK" in os.environ else started == 1  # otherwise Lightning starts no ranks
         who, fix = "no launcher has started this process", ""
-    elif one_process:
-        fix = " Start one."
     is_lost = bool(launcher.name) and started > 1 and fits and not is_launched
     if fits and not is_lost and not (rank == 0 and any(map(_number, variables[1:]))):
         if started < size and "MASTER_PORT" in os.environ:  # Lightning starts the other ranks
             _check_free(_number("MASTER_PORT"))
         return
-    takes = "this task takes one process" if one_process else f"the trainer takes {size}, this one for rank {rank}"
-    takes = "Lightning has not found them" if is_lost else takes
+    takes = "Lightning has not found them" if is_lost else f"the trainer takes {size}, this one for rank {rank}"
     environment = " ".join(f"{name}={os.environ[name]}" for name in variables if name in os.environ)
     raise UserError(f"{environment} is invalid here: {who}, and {takes}.{'' if fits else fix}{launcher.advice}")
 

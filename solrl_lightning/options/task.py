@@ -1,6 +1,6 @@
 """``task``: the command, with one class for each."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny
 
@@ -62,6 +62,7 @@ class Task(Group):
     """task=train, or a task of the user's own, which may have more keys."""
 
     model_config = ConfigDict(extra="allow", serialize_by_alias=True, validate_by_name=True)
+    takes_ranks: ClassVar[bool] = True
     target: str = Field(alias="_target_")
     """The function that is called."""
     reads: list[Literal["train", "eval", "ckpt", "reward"]]
@@ -70,6 +71,7 @@ class Task(Group):
 
 class _Known(Task):
     model_config = ConfigDict(extra="forbid")
+    takes_ranks = False
 
 
 class Proxy(Exploration):
@@ -139,6 +141,7 @@ class Doctor(_Known):
 
 
 class Evaluate(_Known):
+    takes_ranks = True
     grid_prompts: Count
     """Rows of the picture, the first n prompts."""
     grid_images: Count

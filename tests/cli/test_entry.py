@@ -969,7 +969,17 @@ def test_ranks_of_the_trainer_are_the_processes_that_were_started(
         monkeypatch.delenv(name, raising=False)  # Lightning leaves them in a process that has trained on several ranks
     set_all(monkeypatch, environment)
     with pytest.raises(UserError, match=message) if message else nullcontext():
-        check_world(*ranks, one_process=False, is_launched=True)
+        check_world(*ranks, is_launched=True)
+
+
+@pytest.mark.parametrize("name", "audit benchmark compare doctor export generate plan prove serve".split())
+def test_tasks_of_one_process_are_not_repeated_by_a_launcher(
+    command: Command, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    set_all(monkeypatch, TORCHRUN | {"RANK": "0"})
+    prompts = ["task.prompts=[a star]"] if name == "generate" else []
+    message = error_of(command, f"task={name}", "hydra.run.dir=run", *prompts)
+    assert "WORLD_SIZE=4 is invalid here: torchrun has started 4 processes, and this task takes one." in message
 
 
 def test_port_of_the_first_rank_that_another_program_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -978,10 +988,10 @@ def test_port_of_the_first_rank_that_another_program_has_is_an_error(monkeypatch
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
         monkeypatch.setenv("MASTER_PORT", port)
-        check_world(1, 1, 0, one_process=False, is_launched=False)
+        check_world(1, 1, 0, is_launched=False)
         with pytest.raises(UserError, match=f"MASTER_PORT={port} is invalid: .* Unset it, or set a free port."):
-            check_world(1, 2, 0, one_process=False, is_launched=False)
-    check_world(1, 2, 0, one_process=False, is_launched=False)
+            check_world(1, 2, 0, is_launched=False)
+    check_world(1, 2, 0, is_launched=False)
 
 
 @pytest.mark.parametrize(
