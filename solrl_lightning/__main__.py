@@ -65,7 +65,7 @@ _NO_RECORD = (
     f"hydra.job_logging.handlers.file.filename={os.devnull}",
     "+hydra.job_logging.handlers.console.level=WARNING",
 )
-# Paths and prompts, which cannot be part of a folder's name.
+# Names of files and prompts: a folder's name has none of them, nor a value with a slash.
 _TEXT_KEYS = "ckpt data.train data.eval model.pretrained reward.pretrained task.prompts task.prompt_file".split()
 
 
@@ -272,7 +272,9 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     _print_first(message)
     if tree.sweeps:  # folders are named by what is swept, and by nothing else
         fixed = [o.key_or_group for o in tree.parse(resumed.arguments) if not o.is_sweep_override()]
-        unnamed = ",".join(f"'{key}'" for key in dict.fromkeys([*fixed, *_TEXT_KEYS]))
+        lines = [line.partition("=") for cfg in composed for line in as_written(cfg.hydra.overrides.task)]
+        paths = [key.lstrip("+") for key, _, value in lines if "/" in value]
+        unnamed = ",".join(f"'{key}'" for key in dict.fromkeys([*fixed, *paths, *_TEXT_KEYS]))
         checked.append(f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]")
     return [*checked, *([] if is_first() else _NO_RECORD)], claims
 

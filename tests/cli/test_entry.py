@@ -190,6 +190,12 @@ def test_sweep_runs_every_combination_in_its_own_folder(command: Command, tmp_pa
     assert recorded(folders[3])["name"] == "solrl_lightning.__main__"
 
 
+def test_folder_of_a_job_has_no_path_in_its_name(command: Command, tmp_path: Path) -> None:
+    assert command(RECORD, "-m", "seed=1,2", "model.embeddings=some/a,some/b", "hydra.sweep.dir=sweep").status == 0
+    folders = [file.parent.parent.name for file in tmp_path.glob("sweep/**/.hydra/overrides.yaml")]
+    assert sorted(folders) == ["0_seed-1", "1_seed-1", "2_seed-2", "3_seed-2"]
+
+
 SWEEPER = """
 from forks import Forks
 from hydra.core.plugins import Plugins
