@@ -160,6 +160,7 @@ class RunSummary(Callback):
             "images_per_prompt": module.evaluation.images,
             "steps": module.evaluation.steps,
             "digest": module.evaluation.digest,
+            "sampling": module.evaluation.digest_of_sampling,
         }
         seconds = timings.seconds_per_stage() if timings else {}
         ranks = rank_fidelity(find_callback(trainer, RankCorrelation))

@@ -158,9 +158,10 @@ class ConfigTree:
         bare = re.sub(r"""(["'])(\w+)\1\s*:\s*""", r"\2:", argument)
         if bare != argument and self._reads(bare):
             return f"Cannot read {argument!r}: keys of a mapping have no quotes here. Write {shlex.quote(bare)}."
-        texts = [text.strip().strip("'\"") for text in (value.strip("[]").split(",") if value[:1] == "[" else [value])]
+        is_list = value.startswith("[") and value.endswith("]")
+        texts = [text.strip().strip("'\"") for text in (value.strip("[]").split(",") if is_list else [value])]
         quoted = ",".join('"{}"'.format(os.path.expanduser(text).replace('"', '\\"')) for text in texts)
-        with_quotes = f"{key}=[{quoted}]" if value[:1] == "[" else f"{key}={quoted}"
+        with_quotes = f"{key}=[{quoted}]" if is_list else f"{key}={quoted}"
         if (without := re.sub(r"\s*([=,:\[\]{}])\s*", r"\1", argument).strip(",")) != argument and self._reads(without):
             reason = "the shell has split it at a space" if is_split else "it has a comma or space too many"
             return f"Cannot read {argument!r}: {reason}. Write {shlex.quote(without)}."

@@ -152,6 +152,7 @@ class PipelineAdapter(ABC):
             )
         side = resolution // self.pixels_per_latent
         self.latent_shape = (self.transformer.config.in_channels, side, side)
+        self._preview_decoder_name = preview_decoder
         self.preview_decoder = None if preview_decoder is None else self._preview_decoder(preview_decoder)
         self.unconditional: Conditioning = {} if guidance_scale == 1 else self.encode_unconditional()
 
@@ -437,8 +438,10 @@ class PipelineAdapter(ABC):
         """Files and folders of the pipeline by name, if it was read from one, without the weights in `base_digest`."""
         folder = Path(str(self.pipeline.config.get("_name_or_path")))
         configs = {name: folder / name / "config.json" for name in ("transformer", "vae")}
-        scheduler = folder / "scheduler" / "scheduler_config.json"
-        return {name: folder / name for name in self.encoders} | configs | {"scheduler": scheduler}
+        configs["scheduler"] = folder / "scheduler" / "scheduler_config.json"
+        if self._preview_decoder_name is not None:
+            configs["model.preview_decoder"] = Path(self._preview_decoder_name).expanduser()
+        return {name: folder / name for name in self.encoders} | configs
 
     def _note_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Make ``tensors``, as read from files, part of ``base_digest``, which is equal for equal base weights."""

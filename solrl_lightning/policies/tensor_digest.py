@@ -1,17 +1,20 @@
 """Identities of tensors and of the files of models: of embeddings and settings whole, of weights by samples."""
 
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, uint8
 
 SAMPLES = 4096
 _BLOCKS, _BLOCK_BYTES = 256, 4096
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-_VERSIONS = re.compile(rb'"(_diffusers_version|transformers_version|_name_or_path)": "[^"]*",?')
+_OF_LIBRARIES = "_diffusers_version transformers_version _name_or_path _commit_hash is_local local_files_only".split()
 _IRRELEVANT = re.compile(r"\.|.*(\.md|\.index\.json)$|LICENSE", re.IGNORECASE)
 
 
@@ -34,7 +37,7 @@ def digest(tensors: Mapping[str, Tensor], before: str = "", samples: int = sys.m
 def file_digests(paths: Mapping[str, Path]) -> dict[str, str]:
     """Return a digest of each file that is in one of the folders ``paths``, or is one, by key and name.
 
-    Of weights: of the file's size and 256 to 512 blocks, at equal steps. Of JSON: without the versions of libraries.
+    Of weights: of the file's size and 256 to 512 blocks, at equal steps. Of JSON: without what libraries add in saving.
     Hidden files, pages and indices of weights have none, and neither has a path where there is nothing.
     """
     digests = {}
@@ -46,8 +49,11 @@ def file_digests(paths: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _content(file: Path) -> bytes:
+    if file.suffix == ".json":
+        with suppress(ValueError):  # what is none is compared as it is
+            return json.dumps(json.loads(file.read_bytes(), object_hook=_settings), sort_keys=True).encode()
     if file.suffix not in _WEIGHTS:
-        return _VERSIONS.sub(b"", file.read_bytes())
+        return file.read_bytes()
     size = file.stat().st_size
     blocks = [str(size).encode()]
     with open(file, "rb") as opened:
@@ -55,3 +61,7 @@ def _content(file: Path) -> bytes:
             opened.seek(start)
             blocks.append(opened.read(_BLOCK_BYTES))
     return b"".join(blocks)
+
+
+def _settings(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key not in _OF_LIBRARIES}

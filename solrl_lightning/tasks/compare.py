@@ -52,7 +52,7 @@ def compare(cfg: Run) -> dict[str, Any]:
         "reference": reference.name,
         **describe_plateau(reference),
         "simulated": cost and {"note": cost.note, "machine": cost.machine and cost.machine._asdict()},
-        "held_out_sets": len({json.dumps(run.summary.get("held_out")) for run in runs if "held_out" in run.summary}),
+        "held_out_sets": _sets([run.summary["held_out"] for run in runs if "held_out" in run.summary]),
         "groups": [describe(group, reference) for group in groups],
         "left_out": left_out | superseded,
     }
@@ -154,6 +154,12 @@ def _mean(values: Iterable[float | None]) -> dict[str, float | None] | None:
     """Return the mean and sample standard deviation of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return {"mean": mean_of(known).mean, "std": mean_of(known).std} if known else None
+
+
+def _sets(held_out: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of different sets of held-out images; older runs have not recorded their sampling."""
+    others = {json.dumps({key: value for key, value in each.items() if key != "sampling"}) for each in held_out}
+    return max(len(others), len({each["sampling"] for each in held_out if "sampling" in each}))
 
 
 def tables(result: Mapping[str, Any]) -> list[Section]:

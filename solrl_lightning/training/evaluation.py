@@ -104,14 +104,19 @@ class Evaluation:
 
     @property
     def digest(self) -> str:
-        """Digest of what is measured: held-out prompts, their sampling, and the rewards with weights."""
+        """Digest of what is measured: held-out prompts, solver, steps, images, and the rewards with weights."""
         frames = () if self.rewards.frames is None else (self.rewards.frames,)
-        sampling = self.solver, self.steps, self.images, *frames, dict(self.model_settings)
+        sampling = self.solver, self.steps, self.images, *frames
         return digest(contents(self.prompts), sampling, self.columns, dict(self.rewards.weights))
 
     @property
+    def digest_of_sampling(self) -> str:
+        """Digest of what else of the model's settings decides the images."""
+        return digest(dict(self.model_settings))
+
+    @property
     def digest_with_noise(self) -> str:
-        """Digest of what is measured and of the seed of the noise: evaluations with the same one compare."""
+        """Digest of what is measured and of the seed of the noise: evaluations with it, sampled alike, compare."""
         return digest(self.digest, self.seed)
 
     def scores(self, candidates: Candidates) -> Tensor:

@@ -293,6 +293,7 @@ class SolRLModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = self._saved_tensors(checkpoint["state_dict"])
         checkpoint["evaluation"] = self.evaluation.digest_with_noise
+        checkpoint["sampling"] = self.evaluation.digest_of_sampling
         checkpoint["base_weights"] = self.model.base_digest
         checkpoint["weight_files"] = dict(self.model_files)
         checkpoint["lora_alpha"] = self.transformers.trained.alpha
@@ -316,8 +317,9 @@ class SolRLModule(LightningModule):
                 f"model.lora.alpha={alpha:g} is invalid: the checkpoint's LoRA was trained with another, which scales "
                 f"its update. Set model.lora.alpha={recorded:g}."
             )
-        same_measure = checkpoint.get("evaluation") == self.evaluation.digest_with_noise
-        self.evaluation.comparable = same_measure and not self.changed_files(checkpoint)
+        measure, sampling = self.evaluation.digest_with_noise, self.evaluation.digest_of_sampling
+        same = checkpoint.get("evaluation") == measure and checkpoint.get("sampling", sampling) == sampling
+        self.evaluation.comparable = same and not self.changed_files(checkpoint)
 
     def changed_files(self, checkpoint: Mapping[str, Any]) -> list[str]:
         """Return which files are not those that the checkpoint was trained with; older ones do not say."""

@@ -162,6 +162,22 @@ def test_branch_into_other_rewards_begins_its_evaluations_anew(
     assert facts["evaluations"][1]["change_error"]["shapes"] < 0.2 * abs(scores[0] - before["final_reward"])
 
 
+def test_branch_that_samples_otherwise_begins_its_evaluations_anew(command: Command, tmp_path: Path) -> None:
+    assert command(*SMALL, "model.eval_steps=2", "hydra.run.dir=run").status == 0
+    last = "ckpt=run/checkpoints/last.ckpt"
+    branch = command(last, "iterations=3", "model.scheduler={shift:3.0}", "hydra.run.dir=branch")
+    assert branch.status == 0 and "the held-out prompts, their sampling, the rewards" in branch.out
+    facts, before = summary(tmp_path / "branch"), summary(tmp_path / "run")
+    assert facts["base_reward"] == facts["evaluations"][0]["shapes"] != before["final_reward"]
+    compared = command("task=compare", "task.runs='[rb]*'", "hydra.run.dir=compare")
+    assert "different held-out images" in compared.out
+    old = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    del old["sampling"]  # of an older version
+    torch.save(old, tmp_path / "run" / "checkpoints" / "last.ckpt")
+    same = command(last, "iterations=3", "hydra.run.dir=same")
+    assert same.status == 0 and summary(tmp_path / "same")["base_reward"] == before["base_reward"]
+
+
 def test_run_that_resumes_with_other_held_out_prompts_begins_its_evaluations_anew(
     command: Command, tmp_path: Path
 ) -> None:

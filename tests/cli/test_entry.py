@@ -335,6 +335,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
             "task=generate 'task.prompts=a cat, left'",
             "each, or quote a text that has a comma: \"task.prompts='a cat, left'\".\n",
         ),
+        ("task.runs=[ab]*", "A text with '[' needs quotes that survive the shell: 'task.runs=\"[ab]*\"'."),
         ("'data.train=a b=c'", "A text with '=' needs quotes that survive the shell: 'data.train=\"a b=c\"'."),
         ("iterations..x=3", "Cannot read 'iterations..x=3': its key must be names with dots between them"),
         ("''=1", "Cannot read '=1': its key must be names"),

@@ -14,7 +14,7 @@ from solrl_lightning.options.model import Model
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.training import evaluation
+from solrl_lightning.training import evaluation as module
 from solrl_lightning.training.evaluation import Estimate, Evaluation, evaluation_errors
 
 
@@ -22,7 +22,7 @@ def test_an_estimate_is_logged_once_and_leaves_out_the_batch_that_compiles(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     estimate, clock = Estimate(), iter([0.0, 300.0, 305.0, 312.0, 320.0, 330.0])
-    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
     with caplog.at_level(logging.INFO):
         for done in (0, 24, 48, 72, 96, 480):
             estimate(lambda done, total: None, done, 480)
@@ -71,8 +71,10 @@ def test_evaluations_of_other_sampling_do_not_compare(compose: Callable[..., Run
         keys | {*IN_FILES, *OF_OTHER_MODELS, *SAME} == Model.model_fields.keys()
     )  # a new option belongs to one of them
     same = ["model.decode_batch=1", "model.full_steps=4", "model.micro_batch=8", "model.kl_weight=0"]
-    cpu = torch.device("cpu")
-    digests = {line: build_model(compose(line), cpu).evaluation.digest for line in ["seed=1", *same, *SAMPLING]}
+    digests = {}
+    for line in ["seed=1", *same, *SAMPLING]:
+        evaluation = build_model(compose(line), torch.device("cpu")).evaluation
+        digests[line] = evaluation.digest, evaluation.digest_of_sampling
     assert len({digests[line] for line in ["seed=1", *same]}) == 1
     assert len(set(digests.values())) == 1 + len(SAMPLING)
 

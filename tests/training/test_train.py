@@ -121,8 +121,10 @@ def test_text_encoders_and_rewards_are_those_of_the_checkpoint(command: Command,
     (tmp_path / "scorer").mkdir()
     save_file({"weight": torch.ones(10**6)}, tmp_path / "scorer" / "model.safetensors")
     (tmp_path / "scorer" / "preprocessor_config.json").write_text('{"size": 224}')
+    shutil.copytree(ASSETS / "tiny" / "preview_decoder", tmp_path / "preview")
     scorer = f"+reward.own={{_target_:{__name__}.FromFile,weight:1,pretrained:scorer}}"
-    assert command(*LONG, "iterations=1", "hydra.run.dir=run", "model.pretrained=tiny_files", scorer).status == 0
+    parts = ("model.pretrained=tiny_files", "model.preview_decoder=preview", scorer)
+    assert command(*LONG, "iterations=1", "hydra.run.dir=run", *parts).status == 0
     settings = {
         "scheduler/scheduler_config.json": tmp_path / "tiny_files" / "scheduler" / "scheduler_config.json",
         "reward.own.pretrained/preprocessor_config.json": tmp_path / "scorer" / "preprocessor_config.json",
@@ -135,6 +137,7 @@ def test_text_encoders_and_rewards_are_those_of_the_checkpoint(command: Command,
         file.write_text(before)
     files = {
         "text_encoder/model.safetensors": tmp_path / "tiny_files" / "text_encoder" / "model.safetensors",
+        "model.preview_decoder/diffusion_pytorch_model.safetensors": next((tmp_path / "preview").glob("*.safetensors")),
         "reward.own.pretrained/model.safetensors": tmp_path / "scorer" / "model.safetensors",
     }
     for name, file in files.items():
