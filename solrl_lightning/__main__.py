@@ -30,7 +30,9 @@ from solrl_lightning.artifacts.formatting import counted, path_option
 from solrl_lightning.artifacts.run_folder import (
     LAST,
     NEXT_RECORD,
+    OTHER_FOLDER,
     RECORD,
+    branch_elsewhere,
     check_free,
     check_new,
     check_writable,
@@ -248,10 +250,11 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     folders = [Path(cfg.run_dir) for cfg in jobs.values()] if is_first() else []
     claims = {folder: Path(os.path.realpath(folder)) != resumed.folder for folder in folders}
     for folder, new in claims.items():
-        check_free(folder)
+        other = OTHER_FOLDER if new else branch_elsewhere(folder)
+        check_free(folder, other)
         if new:
             check_new(folder)
-        check_writable(folder)
+        check_writable(folder, other)
     if not tree.sweeps:
         trained = [cfg.run_dir for cfg in jobs.values() if cfg.trains]
         _print_first(*(f"run folder: {folder}; loading libraries" for folder in trained))

@@ -22,7 +22,7 @@ NEXT_RECORD = RECORD / "next"  # overrides of a resumed run, until training has 
 _LOCK = ".lock"  # held by the process that runs in the folder
 _TRACES = "summary.json checkpoints tensorboard lora transformer .hydra".split()  # marks of a run, by its first rank
 _SWEEP = "multirun.yaml"  # by any rank, perhaps before the first one has looked
-_OTHER_FOLDER = "hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>"
+OTHER_FOLDER = "hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>"
 
 
 def commit_overrides(folder: Path) -> None:
@@ -71,20 +71,23 @@ def check_new(folder: Path) -> None:
         else:
             fix = "move or remove it: there is no checkpoint in it, with the record of a run, to resume from"
         content = f"sweep ({_SWEEP})" if job else f"run ({', '.join(traces)})"
-        raise UserError(
-            f"The folder {folder} already holds a {content}. Choose another with {_OTHER_FOLDER}, or {fix}."
-        )
+        raise UserError(f"The folder {folder} already holds a {content}. Choose another with {OTHER_FOLDER}, or {fix}.")
 
 
-def check_free(folder: Path) -> None:
-    """Raise UserError for a folder that another process runs in."""
+def branch_elsewhere(folder: Path) -> str:
+    """Return the options that continue the run in ``folder`` in another one."""
+    return f"{path_option('ckpt', folder / LAST)} hydra.run.dir=<folder>"
+
+
+def check_free(folder: Path, other: str = OTHER_FOLDER) -> None:
+    """Raise UserError for a folder that another process runs in. ``other``: the options that choose another folder."""
     if (folder / _LOCK).is_file():
         with open(folder / _LOCK, "r+") as file:
-            _lock(file, folder)
+            _lock(file, folder, other)
 
 
 @contextmanager
-def claimed(folder: Path, new: bool, other: str = _OTHER_FOLDER) -> Iterator[None]:
+def claimed(folder: Path, new: bool, other: str = OTHER_FOLDER) -> Iterator[None]:
     """Make and lock ``folder``, and remove it on exit if it is still empty.
 
     ``new``: whether to repeat `check_new`, as another process may have run in it since. ``other``: the options that
@@ -115,7 +118,7 @@ def _unshare(file: Path) -> None:
         os.replace(copy, file)
 
 
-def _lock(file: IO[str], folder: Path, other: str = _OTHER_FOLDER) -> None:
+def _lock(file: IO[str], folder: Path, other: str = OTHER_FOLDER) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it with the process, also after a kill
         used = os.fstat(file.fileno()).st_nlink == 0  # its holder removed it after this process had opened it
@@ -131,13 +134,16 @@ def _lock(file: IO[str], folder: Path, other: str = _OTHER_FOLDER) -> None:
         )
 
 
-def check_writable(folder: Path) -> None:
-    """Raise UserError for a folder that cannot be made or written, or whose name is not in UTF-8. Leaves no file."""
+def check_writable(folder: Path, other: str = OTHER_FOLDER) -> None:
+    """Raise UserError for a folder that cannot be made or written, or whose name is not in UTF-8. Leaves no file.
+
+    ``other``: the options that choose another folder.
+    """
     existing = folder.absolute()
     if os.fsencode(existing) != str(existing).encode(errors="replace"):
         raise UserError(
             f"The run's folder {ascii(str(existing))[1:-1]} is invalid: its name must be in UTF-8, which torch and "
-            "TensorBoard write. Set PYTHONUTF8=1, or choose another with hydra.run.dir=<folder>."
+            f"TensorBoard write. Set PYTHONUTF8=1, or choose another with {other}."
         )
     while not existing.exists() and not existing.is_symlink():
         existing = existing.parent
@@ -148,7 +154,7 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         raise UserError(
             f"The run's folder {folder} cannot be written: {os.strerror(error.errno or 0)} at {existing}. "
-            "Choose another with hydra.run.dir=<folder>."
+            f"Choose another with {other}."
         ) from error
 
 

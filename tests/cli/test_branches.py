@@ -14,6 +14,7 @@ from forks import Forks
 from small_runs import Command, checkpoint, the_line
 from torch import Tensor
 
+from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.data.prompts import _unique_prompts
 from solrl_lightning.objectives.base import Loss
 from solrl_lightning.objectives.nft import NFT
@@ -176,6 +177,9 @@ def test_branch_that_samples_otherwise_begins_its_evaluations_anew(command: Comm
     torch.save(old, tmp_path / "run" / "checkpoints" / "last.ckpt")
     same = command(last, "iterations=3", "hydra.run.dir=same")
     assert same.status == 0 and summary(tmp_path / "same")["base_reward"] == before["base_reward"]
+    with claimed(tmp_path / "run", new=False):
+        busy = command("ckpt=last", "hydra.run.dir=run", "iterations=3")
+    assert busy.status == 2 and "run/checkpoints/last.ckpt hydra.run.dir=<folder>.\n" in busy.err
 
 
 def test_run_that_resumes_with_other_held_out_prompts_begins_its_evaluations_anew(
