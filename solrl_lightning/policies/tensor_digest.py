@@ -13,7 +13,6 @@ from torch import Tensor, uint8
 
 SAMPLES = 4096
 _BLOCKS, _BLOCK_BYTES = 256, 4096
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _OF_LIBRARIES = "_diffusers_version transformers_version _name_or_path _commit_hash is_local local_files_only".split()
 _IRRELEVANT = re.compile(r"\.|.*(\.md|\.index\.json)$|LICENSE", re.IGNORECASE)
 
@@ -37,8 +36,9 @@ def digest(tensors: Mapping[str, Tensor], before: str = "", samples: int = sys.m
 def file_digests(paths: Mapping[str, Path]) -> dict[str, str]:
     """Return a digest of each file that is in one of the folders ``paths``, or is one, by key and name.
 
-    Of weights: of the file's size and 256 to 512 blocks, at equal steps. Of JSON: without what libraries add in saving.
-    Hidden files, pages and indices of weights have none, and neither has a path where there is nothing.
+    Of JSON: of its keys, without those that libraries add in saving. Of others: of the size and, above 1 MiB, of 256 to
+    512 blocks at equal steps. Hidden files, pages and indices of weights have none, and neither has a path where there
+    is nothing.
     """
     digests = {}
     for key, path in paths.items():
@@ -50,10 +50,8 @@ def file_digests(paths: Mapping[str, Path]) -> dict[str, str]:
 
 def _content(file: Path) -> bytes:
     if file.suffix == ".json":
-        with suppress(ValueError):  # what is none is compared as it is
+        with suppress(ValueError):  # a file that is no JSON is compared by its bytes
             return json.dumps(json.loads(file.read_bytes(), object_hook=_settings), sort_keys=True).encode()
-    if file.suffix not in _WEIGHTS:
-        return file.read_bytes()
     size = file.stat().st_size
     blocks = [str(size).encode()]
     with open(file, "rb") as opened:
