@@ -84,7 +84,8 @@ def advice() -> str:
 def check_alone() -> None:
     """Raise ``UserError`` if a launcher has started several processes: each would do the same task."""
     launcher = _launcher()
-    if launcher.name and (started := _number(launcher.size, 1)) > 1:
+    in_batch = launcher.name == "srun" and "SLURM_STEP_ID" not in os.environ  # of sbatch's script itself, one process
+    if launcher.name and not in_batch and (started := _number(launcher.size, 1)) > 1:
         raise UserError(
             f"{launcher.size}={started} is invalid here: {launcher.name} has started {started} processes, and this "
             f"task takes one. Start one.{launcher.advice}"

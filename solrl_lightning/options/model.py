@@ -27,6 +27,10 @@ from solrl_lightning.options.rules import (
 
 Guidance = Annotated[float, number("a finite number of at least 1; 1 is without guidance", lambda value: value >= 1)]
 Frames = Annotated[int, must_be("1 more than a multiple of 4", lambda value: is_whole(value) and value % 4 == 1)]
+Setting = Annotated[
+    float | None,
+    must_be("a number, true, false or null", lambda value: value is None or isinstance(value, int | float)),
+]
 Scored = Annotated[
     int | str,
     must_be("first, middle, all, or a whole number", lambda v: v in ("first", "middle", "all") or is_whole(v)),
@@ -47,7 +51,7 @@ class Policy(TypedDict, total=False):
     pretrained: str
     transformer_weights: str | None
     fused_lora: str | None
-    scheduler: dict[str, float | None] | None
+    scheduler: dict[str, Setting] | None
     preview_decoder: str | None
     embeddings: str | None
 
@@ -104,7 +108,7 @@ class Model(Group):
     """Other initial weights of the transformer."""
     fused_lora: LoraFile | None = None
     """LoRA that is added to the base weights, <hub id or folder>/<file>."""
-    scheduler: dict[str, float | None] | None = None
+    scheduler: dict[str, Setting] | None = None
     """Values that replace those of the pipeline's scheduler."""
     weights: Literal["pretrained", "random"]
     """Random ones have the same shapes, for plans and timings."""

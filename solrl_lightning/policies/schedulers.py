@@ -26,6 +26,8 @@ FLOW_MATCHING_OR_UNIPC: Settings = {
     "UniPCMultistepScheduler": _FLOW | _SPACINGS | _REST,
 }
 _SHIFT = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+# What FlowMatchEulerDiscreteScheduler reads only with, and only without, use_dynamic_shifting.
+_READ = {"shift": False, "time_shift_type": True, **dict.fromkeys(_SHIFT, True)}
 _STEPS = 50  # of the levels that are tried
 
 
@@ -62,6 +64,13 @@ def check_scheduler(
             near = did_you_mean(nearest(setting, defaults))
             raise UserError(f"model.scheduler.{setting}={value} is invalid: a {cls} has no such setting.{near}")
     values = {**defaults, **config, **(replaced or {})}
+    is_dynamic = bool(values.get("use_dynamic_shifting"))
+    if unread := [setting for setting in replaced or {} if _READ.get(setting, is_dynamic) != is_dynamic]:
+        rule = (
+            f"this scheduler does not read {' and '.join(unread)} with use_dynamic_shifting={str(is_dynamic).lower()}"
+        )
+        fix = "base_shift and max_shift, or use_dynamic_shifting=false" if is_dynamic else "shift"
+        raise UserError(f"{key} is invalid: {rule}. Set {fix}, in model.scheduler.")
     for setting, rule in settings[cls].items():
         value = values[setting]
         if value != rule and (rule is not False or value):  # null is false

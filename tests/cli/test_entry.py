@@ -36,7 +36,7 @@ from solrl_lightning.artifacts.run_folder import claimed, run_of
 from solrl_lightning.build import with_option
 from solrl_lightning.cli import launch
 from solrl_lightning.cli.config import ConfigTree
-from solrl_lightning.cli.launch import check_launched, check_world, is_first
+from solrl_lightning.cli.launch import check_alone, check_launched, check_world, is_first
 from solrl_lightning.cli.resume import recorded_contents, resume
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.machine import interrupts
@@ -987,6 +987,14 @@ def test_tasks_of_one_process_are_not_repeated_by_a_launcher(
     prompts = ["task.prompts=[a star]"] if name == "generate" else []
     message = error_of(command, f"task={name}", "hydra.run.dir=run", *prompts)
     assert "WORLD_SIZE=4 is invalid here: torchrun has started 4 processes, and this task takes one." in message
+    batch = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
+    for variable in TORCHRUN:
+        monkeypatch.delenv(variable)
+    set_all(monkeypatch, batch)
+    check_alone()
+    set_all(monkeypatch, SRUN)
+    with pytest.raises(UserError, match="srun has started 4 processes, and this task takes one"):
+        check_alone()
 
 
 def test_port_of_the_first_rank_that_another_program_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

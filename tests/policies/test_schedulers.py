@@ -135,6 +135,16 @@ def test_other_settings_are_one_line_before_weights_are_read(
     [
         ("z_image", {"shiift": 4.0}, "model.scheduler.shiift=4.0 is invalid: .* Did you mean shift"),
         ("z_image", {"shift": -1.0}, r"model.scheduler=\{'shift': -1.0\} is invalid: .* descend"),
+        (
+            "flux1",
+            {"use_dynamic_shifting": True, "shift": 3.0},
+            "does not read shift with use_dynamic_shifting=true. Set",
+        ),
+        (
+            "sd3",
+            {"use_dynamic_shifting": False, "max_shift": 1.0},
+            "read max_shift with use_dynamic_shifting=false. Set",
+        ),
         ("flux1", {"stochastic_sampling": 1.0}, "model.scheduler.stochastic_sampling=1.0 is invalid"),
         ("sana", {"flow_shift": 3.0}, "this model does not read its scheduler"),
     ],
