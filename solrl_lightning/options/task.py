@@ -63,6 +63,7 @@ class Task(Group):
 
     model_config = ConfigDict(extra="allow", serialize_by_alias=True, validate_by_name=True)
     takes_ranks: ClassVar[bool] = True
+    """Whether several processes share the work; otherwise each would do all of it."""
     target: str = Field(alias="_target_")
     """The function that is called."""
     reads: list[Literal["train", "eval", "ckpt", "reward"]]

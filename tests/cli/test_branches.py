@@ -226,7 +226,8 @@ def test_run_that_its_max_seconds_ended_is_complete_and_resumes_with_more(comman
     again = command(*SMALL, *options, "ckpt=auto")
     assert again.status == 0 and "has ended after 1 iteration; nothing to do" in again.out
     refused = the_line(command("ckpt=last", "iterations=1", "hydra.run.dir=run").err)
-    assert "has done 1 iteration. Raise its length, as in iterations=11 max_seconds=10, or " in refused
+    # A busy machine has taken more than 5 seconds for the iteration.
+    assert re.search(r"has done 1 iteration. Raise its length, as in iterations=11 max_seconds=\d\d, or ", refused)
     branch = re.search("state: (.*)[.] Keys", command("ckpt=last", "optimizer.lr=1e-5", "hydra.run.dir=run").err)
     for more in (branch[1] + " hydra.run.dir=branch", re.search("; (ckpt=last .*) trains", printed)[1]):
         done = command(*shlex.split(more))
