@@ -65,7 +65,7 @@ _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141  # as shells report Ctrl
 _NO_RECORD = (
     "hydra.output_subdir=null",
     f"hydra.job_logging.handlers.file.filename={os.devnull}",
-    "+hydra.job_logging.handlers.console.level=WARNING",
+    "++hydra.job_logging.handlers.console.level=WARNING",
 )
 # Names of files and prompts: a folder's name has none of them, nor a value with a slash.
 _TEXT_KEYS = "ckpt data.train data.eval model.pretrained reward.pretrained task.prompts task.prompt_file".split()
@@ -250,7 +250,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     folders = [Path(cfg.run_dir) for cfg in jobs.values()] if is_first() else []
     claims = {folder: Path(os.path.realpath(folder)) != resumed.folder for folder in folders}
     for folder, new in claims.items():
-        other = OTHER_FOLDER if new else branch_elsewhere(folder)
+        other = OTHER_FOLDER if new or resumed.checkpoint is None else branch_elsewhere(folder)
         check_free(folder, other)
         if new:
             check_new(folder)

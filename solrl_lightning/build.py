@@ -386,8 +386,11 @@ def policy_on_meta(node: Mapping[str, Any]) -> PipelineAdapter:
         UserError: a config file is damaged, or the pipeline's parts do not fit together.
         Exception: of a class of one's own, whose author needs its traceback.
     """
-    with reading(f"model.pretrained={node['pretrained']} is invalid") if _is_packaged(node) else nullcontext():
-        policy: PipelineAdapter = instantiate(node, weights="random", embeddings=None, device="meta")
+    folder = f"model.pretrained={node['pretrained']}"
+    sizes = f"model.resolution={node['resolution']} and model.max_sequence_length={node['max_sequence_length']}"
+    with reading(f"{folder} is invalid") if _is_packaged(node) else nullcontext():
+        policy: PipelineAdapter = make("model.policy", node, weights="random", embeddings=None, device="meta")
+    with reading(f"{folder} with {sizes} is invalid") if _is_packaged(node) else nullcontext():
         policy.try_out()
     return policy
 

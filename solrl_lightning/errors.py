@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-_NO_MEMORY = re.compile("DefaultCPUAllocator|bad_alloc|could not create a memory object")  # of torch and oneDNN
+_NO_MEMORY = re.compile("DefaultCPUAllocator|bad_alloc|could not create a memory object|CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class UserError(ValueError):

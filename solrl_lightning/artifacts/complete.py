@@ -1,5 +1,6 @@
 """Files of a saved model: those that libraries replace by defaults, and damaged ones, which they do not name."""
 
+import errno
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +11,29 @@ from typing import Any
 from safetensors import safe_open
 
 from solrl_lightning.artifacts.hub import check_fetched, is_path
-from solrl_lightning.errors import UserError, is_out_of_memory, sentence
+from solrl_lightning.errors import (
+    NonFiniteError,
+    RewardError,
+    ServerError,
+    UserError,
+    WriteError,
+    is_out_of_memory,
+    sentence,
+)
+
+_PASSING = (UserError, NonFiniteError, RewardError, ServerError, WriteError)
+
+
+def _is_of_machine(error: BaseException) -> bool:
+    is_of_disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return is_of_disk or is_out_of_memory(error) or type(error).__name__ == "AcceleratorError"  # of torch
 
 
 @contextmanager
 def reading(named: str) -> Iterator[None]:
     """Raise UserError, which begins with ``named``, for any error of libraries that read files or compute with them.
 
-    Errors of the program itself and of the memory pass.
+    Errors of the program itself, and of memory, disk and GPU, pass.
     """
     try:
         yield
@@ -25,8 +41,10 @@ def reading(named: str) -> Iterator[None]:
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
-        if any(isinstance(each, UserError) or is_out_of_memory(each) for each in causes):
+        if any(isinstance(each, _PASSING) or _is_of_machine(each) for each in causes):
             raise
+        if isinstance(causes[-1], ImportError):
+            raise UserError(f"{named}: a package is missing: {' '.join(str(causes[-1]).split())}") from error
         reason = f"{type(causes[-1]).__name__}: {sentence(causes[-1]).partition('. ')[0].rstrip('.')}"
         raise UserError(
             f"{named}: a file is missing or damaged, or its parts do not fit together ({reason}). Download or save it "

@@ -318,8 +318,9 @@ def _resumable_keys(cfg: DictConfig) -> list[str]:
     """Return `RESUMABLE_KEYS` and, as the servers of a run of ``cfg`` may move, the keys of its rewards that say how to
     reach them.
     """
-    rewards: Any = OmegaConf.to_container(cfg.reward, resolve=False)
-    servers = [name for name, node in rewards.items() if isinstance(node, dict) and node["_target_"] in (HTTP, VLM)]
+    tree: Any = OmegaConf.to_container(cfg, resolve=False)
+    nodes = tree["reward"].items() if isinstance(tree["reward"], dict) else ()
+    servers = [name for name, node in nodes if isinstance(node, dict) and node.get("_target_") in (HTTP, VLM)]
     return [*RESUMABLE_KEYS, *(f"reward.{name}.{key}" for name in servers for key in _SERVER_KEYS)]
 
 
@@ -362,7 +363,8 @@ def _listed(overrides: Iterable[Override | str]) -> str:
 
 def _recorded_overrides(tree: ConfigTree, folder: Path) -> list[Override]:
     file = folder / RECORD / "overrides.yaml"
-    return tree.parse(as_written(read_record(file, ListConfig))) if file.is_file() else []
+    lines = as_written(read_record(file, ListConfig)) if file.is_file() else []
+    return tree.parse(line for line in lines if not line.endswith("={}"))  # older versions took it, without effect
 
 
 def _recorded_sources(folder: Path) -> list[str]:

@@ -206,9 +206,16 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _read_utf8(path: Path) -> str:
-    with reading(f"the prompt file {path} is invalid: it must be UTF-8 text"):
-        check_fetched(path, f"the prompt file {path} is invalid")
-        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")  # byte order mark
+    check_fetched(path, f"the prompt file {path} is invalid")
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")  # byte order mark
+    except UnicodeDecodeError as error:
+        line = len(re.findall(rb"\r\n|\r|\n", data[: error.start])) + 1
+        raise UserError(
+            f"the prompt file {path} is invalid: it must be UTF-8, and has the byte 0x{data[error.start]:02x} at "
+            f"offset {error.start} (line {line}). Save the file as UTF-8."
+        ) from error
 
 
 def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Prompt]:

@@ -320,6 +320,9 @@ class SolRLModule(LightningModule):
         measure, sampling = self.evaluation.digest_with_noise, self.evaluation.digest_of_sampling
         same = checkpoint.get("evaluation") == measure and checkpoint.get("sampling", sampling) == sampling
         self.evaluation.comparable = same and not self.changed_files(checkpoint)
+        if not self.evaluation.comparable:  # the best score and the count of Lightning's EarlyStopping are of others
+            callbacks = checkpoint.get("callbacks", {})
+            checkpoint["callbacks"] = {k: v for k, v in callbacks.items() if not k.startswith("EarlyStopping")}
 
     def changed_files(self, checkpoint: Mapping[str, Any]) -> list[str]:
         """Return which files are not those that the checkpoint was trained with; older ones do not say."""

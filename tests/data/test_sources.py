@@ -183,7 +183,7 @@ def test_pointer_of_git_lfs_is_an_error(tmp_path: Path, name: str) -> None:
             "a.csv line 2 is invalid: a row must have .* 2 columns, and this one has 1 values.*them\\.$",
         ),
         (b'"prompt"\n"1","a"\n', "this one has 2 values. .* or write the name that line 1 lacks, as of R's row names"),
-        ("prompt\nein grüner Stern\n".encode("latin-1"), "it must be UTF-8 text: .* byte 0xfc in position 13"),
+        ("prompt\nein grüner Stern\n".encode("latin-1"), "it must be UTF-8, and has the byte 0xfc at offset 13"),
         (b"", "data.column=prompt is invalid: .* those of .*a.csv are none"),
         (b"prompt,x,,,x\na,1,,,2\n", "no two columns may have one name; those of .*a.csv are prompt, x, , , x"),
     ],

@@ -191,7 +191,7 @@ def meta_error(folder: Path) -> str:
         policy_on_meta(NODE | {"pretrained": str(folder)})
     except (UserError, InstantiationException) as error:
         message = str(error.__cause__ if isinstance(error, InstantiationException) else error)
-        assert re.fullmatch(f"model.pretrained={folder} is invalid: .*[.]", message)
+        assert re.fullmatch(f"model.pretrained={folder}( with model.resolution=.*)? is invalid: .*[.]", message)
         return message
     return ""
 
