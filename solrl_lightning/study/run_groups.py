@@ -23,11 +23,17 @@ SIMULATED = "simulated_seconds"
 COSTS = ("iteration", "seconds", SIMULATED, "evaluations")
 """Keys of an evaluation's row that measure what was spent until then; ``SIMULATED`` with ``task.cost`` only."""
 
-# Keys, with those below them, in which runs of one experiment may differ.
-_SAME_EXPERIMENT = (
-    "seed objective.seed ckpt run_dir task callbacks logger evaluation trainer.accelerator trainer.devices "
-    "trainer.num_nodes trainer.strategy trainer.default_root_dir trainer.check_val_every_n_epoch"
+# Callbacks that change neither what is trained nor what is evaluated.
+_WATCHING = (
+    "timings requantize rollout_stats rank_correlation guard sample_grid progress best periodic checkpoint export "
+    "history summary"
 ).split()
+# Keys, with the keys below them, in which runs of one experiment may differ.
+_SAME_EXPERIMENT = (
+    *"seed objective.seed ckpt run_dir task logger evaluation trainer.accelerator trainer.devices".split(),
+    *"trainer.num_nodes trainer.strategy trainer.default_root_dir trainer.check_val_every_n_epoch".split(),
+    *(f"callbacks.{name}" for name in _WATCHING),
+)
 
 
 class Group(NamedTuple):
@@ -103,7 +109,9 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
 
 
 def read_settings(run: Run) -> Settings:
-    resolved = leaves(resolved_config(run))
+    callbacks = read_record(Path(run.folder) / RECORDED_CONFIG, DictConfig, "seed").get("callbacks") or {}
+    # As written: their interpolations need Hydra.
+    resolved = leaves(resolved_config(run) | {"callbacks": OmegaConf.to_container(callbacks, resolve=False)})
     values = {
         key: int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 and 1 are one setting
         for key, value in resolved.items()

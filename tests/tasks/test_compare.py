@@ -323,6 +323,14 @@ def test_observing_keys_paths_and_explicit_defaults_make_no_group(tmp_path: Path
     assert (group.name, [run.seed for run in group.runs], group.settings) == ("family=sol_rl", [0, 1], {})
 
 
+def test_callbacks_that_change_the_result_make_groups(tmp_path: Path) -> None:
+    changes = ["+callbacks.mine={_target_:mine.Rate,rate:2}", "~callbacks.ema", "callbacks=early_stopping"]
+    folders = [write_run(tmp_path / str(i), 0.6, *changes[:i][-1:]) for i in range(len(changes) + 1)]
+    groups, left_out = group_runs(read_runs(folders)[0])
+    assert (len(groups), left_out) == (4, {})
+    assert len({group.name for group in groups}) == 4
+
+
 def test_differences_are_over_the_seeds_of_both_groups(compose: Compose, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for seed in (1, 2):
