@@ -161,7 +161,7 @@ def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_n
     callbacks_by_name = _made_each("callbacks", callback_nodes, Callback)
     _check_callbacks(callbacks_by_name)
     callbacks = [*callbacks_by_name.values()]
-    # These two, in their order, follow those of a user's own files, whose metrics and results they write.
+    # MetricHistory and RunSummary write the metrics and results of the user's own callbacks, so they come last.
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))
     loggers = [Tracker(name, logger) for name, logger in _made_each("logger", logger_nodes, Logger).items()]
     # Lightning adds its own ModelCheckpoint, in the logger's folder, and its own bar where there is none.

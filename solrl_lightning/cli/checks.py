@@ -90,7 +90,7 @@ def check_paths(options: Run) -> None:
         path = Path(lora).expanduser()
         if not any(file.is_file() for file in ([path / name for name in LORA_FILES] if path.is_dir() else [path])):
             rule = f"it must be a LoRA file, or a folder with {' or '.join(LORA_FILES)}"
-            # A file of another name, as on the hub, or the folder below that of a run.
+            # A file of another name, as on the hub, or the LoRA inside a run folder.
             files = [file for name in LORA_FILES for file in path.glob(f"*/{name}")]
             near = [*path.glob("*.safetensors"), *(file.parent for file in files)]
             fix = path_option("model.init_lora", min(near)) if near else "model.init_lora=<LoRA>"
