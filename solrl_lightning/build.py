@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -369,14 +368,10 @@ def build_policy(
     options: dict[str, Any] = dict(device=str(device), base_weights=base_weights, encode_on=encode_on)
     if is_sharded:
         options["transformer_device"] = "cpu"
-    if _is_packaged(node) and config_folder(node["pretrained"]) is not None:
+    if node["_target_"].startswith("solrl_lightning.") and config_folder(node["pretrained"]) is not None:
         policy_on_meta(node)
     policy: PipelineAdapter = make("model.policy", node, takes=", ".join(f"`{name}`" for name in options), **options)
     return policy
-
-
-def _is_packaged(node: Mapping[str, Any]) -> bool:
-    return str(node["_target_"]).startswith("solrl_lightning.")
 
 
 def policy_on_meta(node: Mapping[str, Any]) -> PipelineAdapter:
@@ -388,9 +383,9 @@ def policy_on_meta(node: Mapping[str, Any]) -> PipelineAdapter:
     """
     folder = f"model.pretrained={node['pretrained']}"
     sizes = f"model.resolution={node['resolution']} and model.max_sequence_length={node['max_sequence_length']}"
-    with reading(f"{folder} is invalid") if _is_packaged(node) else nullcontext():
+    with reading(f"{folder} is invalid", node["_target_"]):
         policy: PipelineAdapter = make("model.policy", node, weights="random", embeddings=None, device="meta")
-    with reading(f"{folder} with {sizes} is invalid") if _is_packaged(node) else nullcontext():
+    with reading(f"{folder} with {sizes} is invalid", node["_target_"]):
         policy.try_out()
     return policy
 

@@ -30,10 +30,11 @@ def _is_of_machine(error: BaseException) -> bool:
 
 
 @contextmanager
-def reading(named: str) -> Iterator[None]:
+def reading(named: str, by: str = "solrl_lightning") -> Iterator[None]:
     """Raise UserError, which begins with ``named``, for any error of libraries that read files or compute with them.
 
-    Errors of the program itself, and of memory, disk and GPU, pass.
+    Errors of the program itself, and of memory, disk and GPU, pass, and so do all errors if ``by``, the module or class
+    that reads, is the user's own: its author needs the traceback.
     """
     try:
         yield
@@ -41,7 +42,8 @@ def reading(named: str) -> Iterator[None]:
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
-        if any(isinstance(each, _PASSING) or _is_of_machine(each) for each in causes):
+        packaged = by.partition(".")[0] == "solrl_lightning"
+        if not packaged or any(isinstance(each, _PASSING) or _is_of_machine(each) for each in causes):
             raise
         if isinstance(causes[-1], ImportError):
             raise UserError(f"{named}: a package is missing: {' '.join(str(causes[-1]).split())}") from error

@@ -10,7 +10,6 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -326,8 +325,7 @@ class PipelineAdapter(ABC):
         chunks = [prompts[first : first + EMBED_BATCH] for first in range(0, len(prompts), EMBED_BATCH)]
         # The pipelines print the text that a tokenizer drops, in full.
         named = f"model.pretrained={self.pretrained} is invalid"
-        is_packaged = type(self).__module__.startswith("solrl_lightning.")  # else its author needs the traceback
-        with reading(named) if is_packaged else nullcontext(), visiting(modules, device), errors_only():
+        with reading(named, type(self).__module__), visiting(modules, device), errors_only():
             self._note_long_prompts([prompt.text for prompt in prompts])
             parts = [self.encode_prompts(chunk, device) for chunk in chunks]
         return [
