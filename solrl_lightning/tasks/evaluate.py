@@ -151,7 +151,12 @@ def in_order(ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
 
 
 def compare_models(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
-    """Return means of scores [M, P, n] by model and, of two models, difference and win rate of the trained one."""
+    """Return means of scores [M, P, n] by model and, of two models, difference and win rate of the trained one.
+
+    All are over the images that every model has a score of, and the prompts with such images.
+    """
+    paired = scores.isfinite().all(dim=0)  # [P, n]
+    scores = torch.where(paired, scores, torch.nan)[:, paired.any(dim=1)]
     result: dict[str, Any] = {name: over_prompts(score)._asdict() for name, score in zip(models, scores, strict=True)}
     if len(scores) > 1:
         base, trained = scores
@@ -160,9 +165,8 @@ def compare_models(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
 
 
 def over_prompts(scores: Tensor) -> Mean:
-    """Return the mean of scores [P, n] with its error over the prompts that have one."""
-    means = scores.nanmean(dim=1)
-    return mean_of(means[means.isfinite()].tolist() or [math.nan])
+    """Return the mean of scores [P, n] with its error over prompts; of no prompts, NaN."""
+    return mean_of(scores.nanmean(dim=1).tolist() or [math.nan])
 
 
 def win_rate(ours: Tensor, theirs: Tensor) -> float:

@@ -149,15 +149,20 @@ class Evaluation:
         return torch.cat([means, mean_parts.to(means), of_prompts.to(means)], dim=1)
 
     def means(self) -> dict[str, float]:
-        """Return the mean over prompts of each column of ``table``; of a score, over the prompts that have one.
+        """Return the mean over prompts of each column of ``table``; of a score, over the prompts that ``base`` has.
+
+        A prompt without a score, such as one that a judge refuses, counts with that of ``base``.
 
         Raises:
             NonFiniteError: no image has a score.
         """
         assert self.table is not None, "an evaluation has filled it"
-        count = len(self.names)
-        others = [float(column.mean()) for column in self.table[:, count:].unbind(1)]
-        means = [*means_of(self.names, self.table[:, :count]), *others]
+        scores, others = self.table.tensor_split([len(self.names)], dim=1)
+        means = means_of(self.names, scores)
+        if self.base is not None and self.base.shape == scores.shape:
+            known = torch.where(scores.isfinite(), scores, self.base)
+            means = means_of(self.names, torch.where(self.base.isfinite(), known, torch.nan))
+        means += [float(column.mean()) for column in others.unbind(1)]
         return dict(zip(self.columns, means, strict=True))
 
     def record(self, iteration: int, cost: Mapping[str, float]) -> dict[str, float]:

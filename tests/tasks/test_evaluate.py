@@ -141,4 +141,5 @@ def test_pair_without_both_scores_is_left_out() -> None:
     trained = torch.tensor([[0.5, 9.0], [3.0, math.nan], [1.0, 1.0]], dtype=torch.float64)
     compared = compare_models(["base", "trained"], torch.stack([base, trained]))
     assert (compared["win_rate"], compared["difference"]["mean"]) == (1.0, pytest.approx((0.5 + 2.0) / 2))
-    assert compared["base"]["mean"] == pytest.approx((0.0 + 2.0) / 2)
+    assert compared["base"]["mean"] == pytest.approx((0.0 + 1.0) / 2)
+    assert compared["trained"]["mean"] == pytest.approx((0.5 + 3.0) / 2)

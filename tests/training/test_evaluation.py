@@ -90,6 +90,9 @@ def test_prompt_without_a_score_is_left_out_of_means_and_paired_differences() ->
     base = torch.tensor([[0.0], [0.5], [nan], [0.5]], dtype=torch.float64)
     errors = evaluation_errors(["shapes"], table[:, :1], base)
     assert errors["change_error"]["shapes"] == pytest.approx(0.1)  # of 0.1 and 0.3
+    measured.history, measured.base = [{}], base
+    assert measured.means()["shapes"] == pytest.approx((0.1 + 0.5 + 0.8) / 3)  # the base has .0, .5 and .5 of them
+    assert measured.record(1, {})["eval/shapes"] == pytest.approx((0.1 + 0.5 + 0.8) / 3)
     table[:, 0] = nan
     with pytest.raises(NonFiniteError, match="no held-out image has a finite shapes reward"):
         measured.means()
