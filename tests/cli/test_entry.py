@@ -1069,7 +1069,7 @@ def test_command_without_an_output_runs(forks: Forks, tmp_path: Path) -> None:
         ("hydra.verbose=5", "hydra.verbose=5 is invalid: it must be true, false, or the name of a logger"),
         ("-m hydra.sweeper.max_batch_size=0", "Hydra cannot use this command line: AssertionError. Correct the value"),
         ("--seed=3", "--seed=3 is no flag (--hydra-help lists them), and an option has no dashes. Write seed=3."),
-        ("seed=3 --prompts-per-iteration 4", "Write prompts_per_iteration=<value>."),
+        ("seed=3 --prompts-per-iteration 4", "Write prompts_per_iteration=<value>, if --help has that key."),
         ("--config-path runs/a/.hydra --config-name config", "--config-name=config is invalid: a run resumes by its"),
     ],
 )
