@@ -237,9 +237,9 @@ def selection(
     """Return the expected gain of selection (`metrics/selection_gain.py`) and its cost, both of an iteration.
 
     The cost is the median iteration over the same one without exploration and with ``keep`` samples from their noise.
-    None without a probe, or before the second iteration.
+    None without a probe, or of fewer than three iterations: the first one may compile, which their median leaves out.
     """
-    if ranks is None or loop.explored is None:
+    if ranks is None or loop.explored is None or loop.iterations_done < 3:
         return None
     ratio = (ranks.get("mean") or {}).get("spread_ratio")
     whole, explore, regenerate = (

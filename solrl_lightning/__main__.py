@@ -337,8 +337,8 @@ def _jobs(
         with resolvable(cfg):
             folder = home.dir
         if folder.startswith("~") or Path(folder) == Path():
-            rule = "runs need a folder of their own, and Hydra would make one of the name ~"
-            raise UserError(f"{key}={folder} is invalid: {rule}. Name one without ~, or leave it out.")
+            rule = "runs need a folder of their own, and in its name ~ is no home directory"
+            raise UserError(f"{key}={folder} is invalid: {rule}. Name one, such as runs/a, or leave it out.")
         overrides = " ".join(override for override in of_job if override not in common)
         if overrides in jobs:
             raise UserError(f"The sweep has the run {overrides or 'of all its values'} twice. Give each value once.")

@@ -139,7 +139,7 @@ def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
     checkpoint = read_checkpoint(ckpt, module.model.device)
     module.on_load_checkpoint(checkpoint)
     if changed := module.changed_files(checkpoint):
-        log.warning("%s: these files are not those that %s was trained with", ", ".join(changed), ckpt)
+        log.warning("%s: this is not what %s was trained with", ", ".join(changed), ckpt)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
     module.ema_state = average_in(checkpoint, module.policy_state(TRAINED))
 

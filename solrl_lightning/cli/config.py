@@ -76,6 +76,8 @@ class ConfigTree:
         self.sweeps = False
         if find_spec(CONFIG_MODULE) is None:  # its folder is beside the package in a clone
             raise UserError("solrl_lightning is not installed: its configuration is missing. Run pip install -e .")
+        if config_dir and not Path(config_dir).is_dir():
+            raise UserError(f"--config-dir={config_dir} is invalid: {Path.cwd()} has no such folder. Correct it.")
         folders = [f"file://{Path(config_dir).resolve()}"] if config_dir else []
         _check_files(folders)  # an error must precede a change of Hydra's global state
         Plugins.instance().register(_OwnOptions)
@@ -435,7 +437,7 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
 def _check_option(override: Override, options: list[str]) -> None:
     group, value = override.key_or_group, override.value()
     for option in value if isinstance(value, list) else [value]:
-        if str(option) not in options and not (option is None and override.is_delete()):
+        if str(option).removesuffix(".yaml") not in options and not (option is None and override.is_delete()):
             near = did_you_mean([f"{group}={name}" for name in nearest(str(option), options)])
             raise UserError(f"There is no {group} named {option!r}.{near} The options are {', '.join(options)}.")
 

@@ -46,15 +46,15 @@ def with_image(prompt: Prompt, source: str) -> Prompt:
 def _check(file: Path) -> None:
     """Raise an error of Pillow, or ValueError, for an image that cannot be decoded, without decoding most of them.
 
-    Decoding a large set takes minutes. A PNG file has check sums, and a whole JPEG file ends with its end marker, or
-    with data of a camera behind it.
+    Decoding a large set takes minutes. A PNG file has check sums, Pillow opens no WebP file that is cut, and a whole
+    JPEG file ends with its end marker, or with data of a camera behind it.
     """
     with Image.open(file) as image:
         _check_depth(image)
         image.verify()
     with open(file, "rb") as content:
         content.seek(-min(_TAIL, file.stat().st_size), os.SEEK_END)
-        is_whole = image.format != "JPEG" or _END_OF_JPEG in content.read()
+        is_whole = image.format in ("PNG", "WEBP") or (image.format == "JPEG" and _END_OF_JPEG in content.read())
     if not is_whole:
         with Image.open(file) as image:
             image.load()

@@ -38,6 +38,7 @@ _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _TABLES = (".parquet", *_SEPARATORS)
 _JSON_LINES, _PROMPT = (".jsonl", ".ndjson"), "prompt"
 _NEEDLESS_QUOTES = re.compile(r'(?<![^\t])"[^"\t]+"(?![^\t])')  # around a whole value without quotes and tabs
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.(parquet|jsonl|csv)$")  # as the hub names one of several files of a split
 _NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 
 
@@ -167,9 +168,15 @@ def _file_of(folder: Path) -> str:
         texts = f"(' '.join(file.read_text('utf-8-sig').split()) for file in sorted(Path({source!r}).glob('*.txt')))"
         code = f"from pathlib import Path; Path({source + '.txt'!r}).write_text(chr(10).join{texts}, 'utf-8')"
         return f"Where each text in it is a prompt, run python -c {shell_quoted(code)} and name {source}.txt."
-    if saved := [str(file.parent) for file in files if file.name == "state.json"]:  # by Dataset.save_to_disk
+    saved = [str(file.parent) for file in files if file.name == "state.json"]  # by save_to_disk
+    if len(saved) == 1:
         code = f"import datasets; datasets.load_from_disk({saved[0]!r}).to_parquet({source + '.parquet'!r})"
         return f"Run python -c {shell_quoted(code)} and name {source}.parquet."
+    if saved or any(_SHARD.search(file.name) for file in files):
+        read = f"datasets.{'load_from_disk' if saved else 'load_dataset'}({source!r})"
+        write = f"rows.to_parquet({source + '.'!r} + split + '.parquet')"
+        code = shell_quoted(f"import datasets; [{write} for split, rows in {read}.items()]")
+        return f"Run python -c {code} and name {source}.<split>.parquet, each of its own split."
     named = [f", such as {file}" for file in files if file.suffix.lower() in (".txt", *_TABLES, *_JSON_LINES)]
     return f"Name a file of prompts{''.join(named[:1])}."
 
@@ -372,12 +379,15 @@ def _is_json(kind: "pyarrow.DataType") -> bool:
 
 
 def _present(value: Any, kind: "pyarrow.DataType | None" = None) -> Any:
-    """Return a value, of a table's column of a type, without the missing ones in it; None for a missing one, as NaN."""
+    """Return a value, of a table's column of a type, without the missing ones in it; None for a missing one, as NaN.
+
+    An empty text under a key is missing, too: pandas and datasets write a blank cell so.
+    """
     if getattr(kind, "extension_name", "") == "arrow.json" and value is not None:  # rows of which differ in their keys
         value, kind = json.loads(value), None
     if isinstance(value, dict):
         values = ((key, _present(each, kind and kind.field(key).type)) for key, each in value.items())
-        return {key: each for key, each in values if each is not None}
+        return {key: each for key, each in values if each not in (None, "")}
     if isinstance(value, list):
         return [_present(each, kind and kind.value_type) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

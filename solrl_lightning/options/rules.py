@@ -152,13 +152,13 @@ def is_reference(value: Any) -> bool:
 def explain(error: ErrorDetails) -> UserError:
     """Return ``error`` as `<key>=<value> is invalid: <rule> <fix>`."""
     context, value, path = error.get("ctx", {}), error["input"], [str(part) for part in error["loc"]]
-    cause, home = context.get("error"), ".".join(path)
+    cause, home, in_list = context.get("error"), ".".join(path), any(map(str.isdigit, path))
     if isinstance(cause, UserError):
         return cause
     if error["type"] == "missing":
         in_file = "a file of your own may begin with `defaults: [<option>, _self_]`"
         fix = f" with +{home}=<value>, or leave out what removes it; {in_file}"
-        return UserError(f"{home} is missing: a run needs it. Add it{'' if any(map(str.isdigit, path)) else fix}.")
+        return UserError(f"{home} is missing: a run needs it. Add it{'' if in_list else fix}.")
     if not isinstance(cause, Broken):
         choices = str(context.get("expected")).replace("'", "").replace(" or ", ", ")
         quotes = "; a number needs quotes" if error["type"] == "string_type" and isinstance(value, int | float) else ""
@@ -166,7 +166,8 @@ def explain(error: ErrorDetails) -> UserError:
     for part in filter(None, cause.key.split(".")):
         value = value.get(part) if isinstance(value, dict) else value[int(part)]
         path.append(part)
-    rule = f"{cause} {cause.fix}".replace(f"{HERE}.", f"{home}." if home else "").replace(HERE, home)
+    fix = "Correct it." if in_list and cause.fix == DEFAULT else cause.fix  # an item of a list has no defaults
+    rule = f"{cause} {fix}".replace(f"{HERE}.", f"{home}." if home else "").replace(HERE, home)
     return UserError(f"{'.'.join(path)}={written(value)} is invalid: {rule}")
 
 

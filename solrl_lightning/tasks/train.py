@@ -90,8 +90,8 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         if in_place and (changed := module.changed_files(checkpoint)):
             branch = f"{path_option('ckpt', str(cfg.ckpt))} hydra.run.dir=<folder>"
             raise UserError(
-                f"{', '.join(changed)}: these files are not those that the run in {folder} was trained with. Restore "
-                f"them, or start a new folder from that state: {branch}."
+                f"{', '.join(changed)}: this is not what the run in {folder} was trained with. Restore it, or start a "
+                f"new folder from that state: {branch}."
             )
         average_in(checkpoint, module.policy_state(TRAINED))
     if shadow_layers := module.transformers.shadow_layers:

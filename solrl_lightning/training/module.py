@@ -325,10 +325,12 @@ class SolRLModule(LightningModule):
             checkpoint["callbacks"] = {k: v for k, v in callbacks.items() if not k.startswith("EarlyStopping")}
 
     def changed_files(self, checkpoint: Mapping[str, Any]) -> list[str]:
-        """Return which files are not those that the checkpoint was trained with; older ones do not say."""
+        """Return which files the checkpoint was not trained with, or not as they are read; older ones do not say."""
         base, files = checkpoint.get("base_weights", self.model.base_digest), checkpoint.get("weight_files", {})
         changed = [name for name, digest in self.model_files.items() if files.get(name, digest) != digest]
-        return changed if base == self.model.base_digest else ["model.pretrained with model.fused_lora", *changed]
+        if base != self.model.base_digest:
+            changed.insert(0, "model.pretrained with model.fused_lora and model.dtypes")
+        return changed
 
     def _saved_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in state.items() if self._is_saved(name)}

@@ -1,5 +1,6 @@
 import json
 import re
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ from solrl_lightning.artifacts.files import finite_only
 from solrl_lightning.artifacts.loggers import TensorBoard, Tracker
 from solrl_lightning.callbacks.common import find_callback
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
-from solrl_lightning.callbacks.summary import RunSummary, base_and_final, format_summary, rank_fidelity
+from solrl_lightning.callbacks.summary import RunSummary, base_and_final, format_summary, rank_fidelity, selection
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.rewards.shapes import ShapesReward
@@ -99,6 +100,8 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     whole, explore, sample = (medians[name]["median"] or 0.0 for name in ("iteration", "explore", "regenerate"))
     cost = whole / (whole - explore - sample + 1.5 * sample)
     assert summary["selection"] == pytest.approx({"gain": ratio**0.8, "cost": cost, "probes": 3})
+    loop = SimpleNamespace(explored=True, iterations_done=2, passes_without_selection=1.5)  # one may have compiled
+    assert selection(loop, summary["rank_fidelity"], medians) is None
     assert f"a next run should have; ckpt=last hydra.run.dir={tmp_path} iterations=6 trains on" in printed
     assert f"use the result, ckpt={tmp_path}/checkpoints/last.ckpt\n" in printed
     assert f"{tmp_path}, with report.html\n" in printed and "reserved" not in printed

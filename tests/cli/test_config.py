@@ -210,6 +210,7 @@ def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(
         ("model=flux1 model.guidance_scale=4.5", "Did you mean model.guidance? These have it: model=flux2, "),
         ("hydra.run.dirr=x", "Did you mean hydra.run.dir?"),
         ("xyzzy=1", "There is no key xyzzy. --help"),
+        ("experiment=smoke.yaml xyzzy=1", "There is no key xyzzy. --help"),  # Hydra takes the ending
         ("task.memory_gb=24", "with task=train, as no task is chosen, which has none. Choose one of audit, "),
         ("task=plan task.memory_gb=24", "There is no key task.memory_gb. task has devices, "),
         ("family=prefix family.explore.nope=2", "There is no key family.explore.nope. family.explore has sampler, "),
@@ -285,6 +286,11 @@ def test_a_file_with_the_name_of_a_packaged_option_is_an_error(tmp_path: Path) -
         ConfigTree(config_dir=str(tmp_path))
     with ConfigTree(config_dir=str(Path(__file__).parents[2] / "conf")):
         pass
+
+
+def test_a_folder_of_options_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"--config-dir={tmp_path}/mine is invalid: .* no such folder"):
+        ConfigTree(config_dir=f"{tmp_path}/mine")
 
 
 def test_error_of_a_key_that_nothing_takes_suggests_no_plus() -> None:

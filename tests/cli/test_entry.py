@@ -359,7 +359,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("-m 'seed=range(1,3,0)'", "nothing beside it. Write seed=choice(1,2) or seed=1,2."),
         ("-m hydra.sweep.dir=.", "hydra.sweep.dir=. is invalid"),
         ("-m 'hydra.sweep.dir=${hydra:job.name}'", "only. Write 'hydra.sweep.dir=${hydra.job.name}', or use"),
-        ("'hydra.run.dir=\"~elsewhere/a\"'", "and Hydra would make one of the name ~. Name one without ~, or"),
+        ("'hydra.run.dir=\"~elsewhere/a\"'", "and in its name ~ is no home directory. Name one, such as runs/a, or"),
         ("'seed=int(x)'", "Cannot read 'seed=int(x)': ValueError while evaluating"),
         ("reward=null", "There is no reward named None. The options are aesthetic, "),
         ("reward=[shapes,shapes]", "it names an option twice"),

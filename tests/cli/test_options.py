@@ -131,6 +131,7 @@ model=wan model.frames=last | it must be first, middle, all, or a whole number
 callbacks.checkpoint.dirpath=x  | run/checkpoints, which the program relies on
 callbacks.best.dirpath=x        | run/checkpoints, which the program relies on
 family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:2,keep:48},
+family=race family.explore.rungs=[{step:2,keep:x}] | .keep=x is invalid: it must be a whole number of at least 1. Co
 family=race family.explore.rungs=[{step:2}] | family.explore.rungs.0.keep is missing
 family=race family.explore.rungs=[{keep:24}] | rungs.0={keep:24} is invalid: it must have a step or below, a noise
 family=race family.explore.rungs=[{step:4,below:0.7,keep:24}] | and not both. For example {step:4,keep:24} or {below:0.7

@@ -52,8 +52,8 @@ def write_table(path: Path, **columns: list[Any]) -> Path:
 def test_json_lines_in_the_layout_of_geneval_give_prompts_and_metadata(tmp_path: Path) -> None:
     metadata = {"tag": "counting", "include": [{"class": "owl", "count": 3}]}
     row = json.dumps(metadata | {"prompt": "three owls – drei Käuze"}, ensure_ascii=False)
-    path = write(tmp_path / "prompts.jsonl", row, "", '{"prompt": "fog", "seed": 3}')
-    records = [Prompt("three owls – drei Käuze", metadata), Prompt("fog", {"seed": 3})]
+    path = write(tmp_path / "prompts.jsonl", row, "", '{"prompt": "fog", "seed": 3, "tag": "", "texts": ["", "a"]}')
+    records = [Prompt("three owls – drei Käuze", metadata), Prompt("fog", {"seed": 3, "texts": ["", "a"]})]
     assert read_records(path, "prompt") == records
     assert read_records(write(tmp_path / "a.jsonl", '{"caption": "fog", "prompt": "x"}'), "caption") == [
         Prompt("fog", {"prompt": "x"})
@@ -216,12 +216,18 @@ def test_error_about_a_folder_has_the_command_for_a_file_of_its_prompts(
     monkeypatch.chdir(tmp_path)
     write(Path("texts/1.txt"), "\ufeffa cat", "on a mat")
     write(Path("texts/2.txt"), "fog")
-    datasets.DatasetDict(train=datasets.Dataset.from_dict({"prompt": ["a cat on a mat", "fog"]})).save_to_disk("saved")
-    for folder, file in {"texts": "texts.txt", "saved": "saved.parquet"}.items():
+    rows = datasets.Dataset.from_dict({"prompt": ["a cat on a mat", "fog"]})
+    rows.save_to_disk("one")
+    datasets.DatasetDict(test=rows.select([1]), train=rows).save_to_disk("two")
+    for shard in range(2):
+        rows.select([shard]).to_parquet(f"shards/data/train-0000{shard}-of-00002.parquet")
+    splits = dict.fromkeys(["two", "shards"], "<split>.parquet")
+    for folder, ending in {"texts": "txt", "one": "parquet", **splits}.items():
+        file = f"{folder}.{ending}"
         with pytest.raises(UserError, match=f"the prompt source {folder} is invalid: .* and name {file}") as error:
             read_prompts(folder)
         follow(error)
-        assert identities(read_prompts(file)) == ["a cat on a mat", "fog"]
+        assert identities(read_prompts(file.replace("<split>", "train"))) == ["a cat on a mat", "fog"]
     write_table(Path("owner/name/data/train.parquet"), prompt=["fog"])
     with pytest.raises(UserError, match="Name a file of prompts, such as owner/name/data/train.parquet"):
         read_prompts("owner/name")

@@ -133,7 +133,7 @@ def test_text_encoders_and_rewards_are_those_of_the_checkpoint(command: Command,
         before = file.read_text()
         file.write_text(before.replace('"shift": 1.0', '"shift": 2.0').replace("224", "225"))
         resumed = command("ckpt=last", "hydra.run.dir=run", "iterations=2")
-        assert resumed.status == 2 and f"error: {name}: these files are not those that the run in" in resumed.err
+        assert resumed.status == 2 and f"error: {name}: this is not what the run in" in resumed.err
         file.write_text(before)
     files = {
         "text_encoder/model.safetensors": tmp_path / "tiny_files" / "text_encoder" / "model.safetensors",
@@ -144,7 +144,7 @@ def test_text_encoders_and_rewards_are_those_of_the_checkpoint(command: Command,
         before = file.read_bytes()
         save_file({key: 1.1 * value for key, value in load_file(file).items()}, file, {"format": "pt"})
         resumed = command("ckpt=last", "hydra.run.dir=run", "iterations=2")
-        assert resumed.status == 2 and f"error: {name}: these files are not those that the run in" in resumed.err
+        assert resumed.status == 2 and f"error: {name}: this is not what the run in" in resumed.err
         file.write_bytes(before)
     file.write_bytes(before[:-1] + b"A")
     branch = command("ckpt=run/checkpoints/last.ckpt", "iterations=2", "hydra.run.dir=branch")
@@ -167,12 +167,12 @@ def test_base_weights_and_alpha_are_those_of_the_checkpoint(command: Command, tm
         more = {name: 1.1 * file.get_tensor(name) for name in file.keys()}
         save_file(more, tmp_path / lora, file.metadata())
     resumed = command("ckpt=last", run, "iterations=2")
-    assert resumed.status == 2 and "model.pretrained with model.fused_lora: these files are not those" in resumed.err
+    changed = "model.pretrained with model.fused_lora and model.dtypes: this is not what"
+    assert resumed.status == 2 and changed in resumed.err
     branch = command(f"ckpt={checkpoint}", "iterations=2", "hydra.run.dir=branch")
     assert branch.status == 0 and "or files of models are not those of the checkpoint: base reward, best" in branch.out
     assert summary_of(tmp_path / "branch")["evaluations"][0]["iteration"] == 1
     export = command("task=export", f"ckpt={checkpoint}", "hydra.run.dir=export")
-    changed = "model.pretrained with model.fused_lora: these files are not those that"
     assert export.status == 0 and f"{changed} {tmp_path / checkpoint} was trained with" in export.out
     (tmp_path / lora).write_bytes(before)
     resumed = command("ckpt=last", run, "iterations=2")
