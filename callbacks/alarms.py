@@ -75,7 +75,7 @@ def find_alarms(
 ) -> list[Alarm]:
     """Return the alarms of the last iteration of ``history``.
 
-    ``columns`` are those of its tables; ``reward`` is the trained one, and ``watched`` the weight of each reward
+    ``columns`` name the columns of its tables; ``reward`` is the trained one, and ``watched`` the weight of each reward
     of which it is the sum and of those that are only evaluated.
     """
     alarms = [kl_ran_away(history, limits["kl"]), no_drift(history, limits["drift"])]
@@ -126,7 +126,7 @@ def reward_fell(history: History, column: int, name: str, limit: float | None) -
 
 
 def training_rise(history: History, since: int) -> float | None:
-    """Return the mean training reward after an iteration minus that of at most as many before; None without both."""
+    """Return the mean training reward after an iteration minus the mean of up to as many before; None without both."""
     iterations, rewards = history.series("reward/mean")
     after = [value for i, value in zip(iterations, rewards, strict=True) if i > since]
     before = [value for i, value in zip(iterations, rewards, strict=True) if i <= since][-len(after) :]

@@ -1,6 +1,6 @@
 """Exponential moving average of the trained weights. Evaluation and export use it.
 
-Its decay is that of DiffusionNFT's published code (train_nft_sd3.py). A checkpoint holds the average in the callback's
+Its decay is as in DiffusionNFT's published code (train_nft_sd3.py). A checkpoint holds the average in the callback's
 state, not in the module's.
 """
 
@@ -76,7 +76,7 @@ def average_in(checkpoint: Mapping[str, Any], trained: State) -> State | None:
     """Return the evaluation average of a checkpoint, or None if it was saved without this callback.
 
     Raises:
-        UserError: its names and shapes are not those of ``trained``.
+        UserError: its names and shapes are not as in ``trained``.
     """
     state = checkpoint["callbacks"].get(WeightEMA.__qualname__, {"average": {}})
     average = state.get("average") if isinstance(state, dict) else None

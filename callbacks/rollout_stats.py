@@ -25,9 +25,9 @@ class RolloutStats(Callback):
     policy's, ``explore/explorers``, how many answer, ``explore/explorer_seconds``, their seconds together, and
     ``explore/explorers_lost``, how often one was lost.
 
-    ``policy/base_distance`` and ``policy/old_distance`` are the L2 norms of the trained weights' difference from those
-    of the base and of the old policy, relative to the norm of the base's, after the optimiser step and before the old
-    policy follows it.
+    ``policy/base_distance`` and ``policy/old_distance`` are the L2 norms of the trained weights' difference from the
+    weights of the base and of the old policy, relative to the norm of the base's, after the optimiser step and before
+    the old policy follows it.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Summarises a run when it ends: ``summary.json``, ``report.html``, TensorBoard's HParams, and a table on the terminal.
 
-A run that fails before training starts does not overwrite an earlier summary. All values are those of rank 0, because
+A run that fails before training starts does not overwrite an earlier summary. All values are from rank 0, because
 collectives are not possible after an exception.
 """
 
@@ -310,7 +310,7 @@ def _status(facts: Mapping[str, Any]) -> str:
     if facts["stopped_by"] is not None:
         status += f", by {facts['stopped_by']}"
         result = "transformer" if "transformer" in facts["paths"] else "lora"
-        status += f"; {result}/ is that of the best checkpoint" if facts["best_reward"] is not None else ""
+        status += f"; {result}/ has the weights of the best checkpoint" if facts["best_reward"] is not None else ""
     elif facts["status"] == "stopped early":
         status += ", by a callback that set trainer.should_stop"
     return status  # the error follows

@@ -56,7 +56,7 @@ from solrl_lightning.errors import UserError
 interrupts.restore()
 os.environ["MPLBACKEND"] = "agg"  # pictures are files; a notebook's ! names a backend that this environment may lack
 
-if TYPE_CHECKING:  # a mistyped name is told before pydantic is loaded
+if TYPE_CHECKING:  # a mistyped name is reported before pydantic is loaded
     from solrl_lightning.options.run import Run
 
 _FAILED, _USER_ERROR = 1, 2  # 2 as argparse

@@ -160,7 +160,7 @@ def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_n
     callbacks_by_name = _made_each("callbacks", callback_nodes, Callback)
     _check_callbacks(callbacks_by_name)
     callbacks = [*callbacks_by_name.values()]
-    # MetricHistory and RunSummary write the metrics and results of the user's own callbacks, so they come last.
+    # MetricHistory and RunSummary write the metrics and results of custom callbacks, so they come last.
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))
     loggers = [Tracker(name, logger) for name, logger in _made_each("logger", logger_nodes, Logger).items()]
     # Lightning adds its own ModelCheckpoint, in the logger's folder, and its own bar where there is none.
@@ -310,7 +310,7 @@ def build_model(
 ) -> SolRLModule:
     """Build the module of a run; without rewards it can only make pictures.
 
-    ``samplers``: names of those that rollouts use. ``objective``: None builds that of ``cfg``.
+    ``samplers``: names of those that rollouts use. ``objective``: None builds the objective of ``cfg``.
     """
     prepare_device(device)
     model = build_policy(cfg.model.policy, device, cfg.base_weights, cfg.encode_on, cfg.is_sharded)
@@ -379,7 +379,7 @@ def policy_on_meta(node: Mapping[str, Any]) -> PipelineAdapter:
 
     Raises:
         UserError: a config file is damaged, or the pipeline's parts do not fit together.
-        Exception: of a class of one's own, whose author needs its traceback.
+        Exception: of a custom class, whose author needs its traceback.
     """
     folder = f"model.pretrained={node['pretrained']}"
     sizes = f"model.resolution={node['resolution']} and model.max_sequence_length={node['max_sequence_length']}"

@@ -64,7 +64,7 @@ def locate(key: str, node: Any) -> Callable[..., Any]:
         target = resolve_name(str(name))
         reason = f"{target!r} cannot be called"
         _ = callable(target) and inspect.signature(target)  # classes of C may have none
-    except Exception as error:  # of a module of the user's own, any
+    except Exception as error:  # of a custom module, any
         target, reason, cause = None, sentence(error).rstrip("."), error
     if not callable(target):
         fix = "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
@@ -107,7 +107,7 @@ def check_objective(node: Any, steps: int, scale: float) -> None:
     base.check_objective(objective, steps)
     if scale != 1 and not objective.guided_training:
         raise UserError(
-            f"model.guidance_scale={scale} is invalid: the loss of objective={type(objective).__name__} is that of the "
+            f"model.guidance_scale={scale} is invalid: the loss of objective={type(objective).__name__} takes the "
             "velocity without guidance, and guided images are not samples of that policy. Set model.guidance_scale=1; "
             "task=evaluate, generate and audit take any scale."
         )
@@ -136,7 +136,7 @@ def check_node(key: str, target: Callable[..., Any], node: Mapping[str, Any], pr
         first = error.errors()[0]
         named = explain({**first, "loc": (*key.split("."), *first["loc"])})
         if fields[str(first["loc"][0])][1] and not target.__module__.startswith("solrl_lightning."):
-            named = UserError(str(named).replace(DEFAULT, "Correct it."))  # where a user's own file has it
+            named = UserError(str(named).replace(DEFAULT, "Correct it."))  # where a user's file has it
         raise named from None
 
 

@@ -34,7 +34,7 @@ def reading(named: str, by: str = "solrl_lightning") -> Iterator[None]:
     """Raise UserError, which begins with ``named``, for any error of libraries that read files or compute with them.
 
     Errors of the program itself, and of memory, disk and GPU, pass, and so do all errors if ``by``, the module or class
-    that reads, is the user's own: its author needs the traceback.
+    that reads, is custom: its author needs the traceback.
     """
     try:
         yield

@@ -27,7 +27,7 @@ from solrl_lightning.errors import UserError, WriteError
 log = logging.getLogger(__name__)
 
 CHECKPOINT_BYTES = 20
-"""Of a trained weight: in float32 the weight, that of the old policy, the average, and two moments of AdamW."""
+"""Of a trained weight: in float32 the weight, the old policy's, the average, and two moments of AdamW."""
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:

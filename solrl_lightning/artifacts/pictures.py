@@ -49,7 +49,7 @@ def to_png(image: Image.Image, facts: Mapping[str, Any] | None = None) -> bytes:
 
 
 def to_animation(video: Tensor, rate: int = 16) -> bytes:
-    """Return a WebP file of a video [F, 3, H, W] in [0, 1], with ``rate`` frames a second, that of Wan."""
+    """Return a WebP file of a video [F, 3, H, W] in [0, 1], with ``rate`` frames a second, 16 for Wan."""
     first, *others = map(to_image, video)
     buffer = io.BytesIO()
     first.save(buffer, format="WEBP", save_all=True, append_images=others, duration=round(1000 / rate), loop=0)

@@ -52,7 +52,7 @@ _QUOTED_HOME = re.compile(r"""(?<=[=,\[{:(\s])(["'])~/""")
 
 
 class _OwnOptions(SearchPathPlugin):
-    """Adds folders of the user's own to the places where an opened `ConfigTree` finds options."""
+    """Adds the user's folders to the places where an opened `ConfigTree` finds options."""
 
     sources: ClassVar[tuple[str, ...]] = ()
 
@@ -144,12 +144,12 @@ class ConfigTree:
         straight = argument.translate(_STRAIGHT)
         inner = straight[1:].removesuffix(straight[0]) if straight[:1] in ("'", '"') else straight
         if straight != argument and self._reads(inner):
-            return f"Cannot read {argument!r}: its quotes are those of a word processor. Write {shlex.quote(inner)}."
+            return f"Cannot read {argument!r}: its quotes are from a word processor. Write {shlex.quote(inner)}."
         if argument[:1] in ("'", '"'):  # as in a list of arguments of an editor, or in a variable of a shell
             return f"Cannot read {argument!r}: no shell has read its outer quotes. Write {inner}."
         if (flag := argument.lstrip(_DASHES)) != argument:
             dashes = "-" if len(flag) < 3 else "--"
-            return f"Cannot read {argument!r}: its dashes are those of a word processor. Write {dashes}{flag}."
+            return f"Cannot read {argument!r}: its dashes are from a word processor. Write {dashes}{flag}."
         key, equals, value = argument.partition("=")
         if not equals:
             homes = [f"{group}={argument}" for group in self.groups() if argument in self.options(group)]
@@ -517,7 +517,7 @@ def check_choices(cfg: DictConfig) -> None:
 
 def check_effects(cfg: DictConfig, overrides: Sequence[Override]) -> None:
     """Raise UserError for what has no effect: ``{}`` over keys, with which Hydra merges it; an option as the value of
-    its group in a file of the user's own; a key at the root that nothing reads, which ``+`` or such a file has added.
+    its group in a user's file; a key at the root that nothing reads, which ``+`` or such a file has added.
     """
     for override in overrides:
         key = override.key_or_group.replace("/", ".")

@@ -1,4 +1,4 @@
-"""``ckpt=``: a run resumes with the overrides that it recorded, and those of the new command line on top.
+"""``ckpt=``: a run resumes with its recorded overrides and, on top, the overrides of the new command line.
 
 A run records its overrides in ``.hydra/overrides.yaml``. In its own folder only `RESUMABLE_KEYS` may change, and the
 record is replaced once training has started (``run_folder.commit_overrides``).
@@ -52,7 +52,7 @@ class Resumed(NamedTuple):
 
 
 def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resumed:
-    """Resolve ``ckpt=``: find the file, and put the overrides that its run recorded before those of the command line.
+    """Resolve ``ckpt=``: find the file, and put the recorded overrides of its run before the command line's.
 
     Training from ``ckpt=last`` and ``ckpt=auto`` resumes in the same folder, as a file does whose folder is named;
     every other use of a checkpoint gets a new folder. ``ckpt=auto`` begins the run if its folder has no checkpoint.
@@ -125,7 +125,7 @@ def _check_one_start(checkpoint: Path, recorded: Iterable[Override], new: Iterab
     for override in new:
         if override.key_or_group == "model.init_lora" and override.value() not in (None, *before[-1:]):
             raise UserError(
-                f"{override.input_line} is invalid: the weights are those of ckpt={checkpoint}. Leave it out, or leave "
+                f"{override.input_line} is invalid: the weights come from ckpt={checkpoint}. Leave it out, or leave "
                 "ckpt out and begin with the LoRA."
             )
 

@@ -360,8 +360,8 @@ def _check_column(columns: list[str], column: str, name: str, other_fix: str = "
     if column not in columns or any(each and count > 1 for each, count in Counter(columns).items()):
         raise UserError(
             f"data.column={column} is invalid: it must name the column with the prompts, and no two columns may have "
-            f"one name; those of {name} are {', '.join(columns) or 'none'}. Set data.column=<name>, rename a column"
-            f"{other_fix or '.'}"
+            f"one name; the columns of {name} are {', '.join(columns) or 'none'}. Set data.column=<name>, rename a "
+            f"column{other_fix or '.'}"
         )
 
 

@@ -92,7 +92,7 @@ def _options(cfg: Run) -> Run:
 
 
 def _other_gpus(device: torch.device) -> list[str]:
-    """Return the GPUs of this machine without that of the run, as in CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs of this machine without the run's, as in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get(_GPUS)
     names = [*map(str, range(torch.cuda.device_count()))] if visible is None else [*filter(None, visible.split(","))]
     return [name for index, name in enumerate(names) if index != device.index]

@@ -1,7 +1,7 @@
 """Samples and scores candidates by explorers: seeds are sent; scores come back, and latents if a stage continues.
 
 A *chunk*, as many candidates as a forward pass takes, is a call of an actor, so equal machines give equal bits, whoever
-answers. Its weights are those of its submission: what is explored ahead has the present ones, which are older by then.
+answers. Its weights are as of its submission: what is explored ahead has the present ones, which are older by then.
 """
 
 import logging

@@ -51,8 +51,8 @@ def visiting(modules: Sequence[nn.Module], device: torch.device) -> Iterator[Non
 def peak_memory(device: torch.device) -> tuple[int, int | None]:
     """Return the peak bytes of this process and of the allocator's reserve, which only a GPU has.
 
-    On a CPU they are the resident ones, on a GPU those of all tensors. The reserve is what a GPU must have: it adds
-    cached blocks and fragmentation to the tensors.
+    On a CPU they are the resident bytes, on a GPU the bytes of all tensors. The reserve is what a GPU must have: it
+    adds cached blocks and fragmentation to the tensors.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)

@@ -17,7 +17,7 @@ def describe(images: Tensor) -> Tensor:
 
     Brightness is the mean luma. Saturation is the mean difference of the largest and the smallest channel of a pixel.
     Edges is the mean absolute difference of the luma of adjacent pixels, horizontally and vertically.
-    Those of a video are the means over its frames.
+    The values of a video are the means over its frames.
     """
     if images.ndim == 5:
         return describe(images.flatten(0, 1)).unflatten(0, images.shape[:2]).mean(1)

@@ -1,4 +1,4 @@
-"""Agreement of the proxy reward's ranking of a pool with that of the true (BF16) reward.
+"""Agreement of the proxy reward's ranking of a pool with the true (BF16) reward's.
 
 The correlations measure the order of the whole pool; the other four metrics measure the selected top and bottom.
 

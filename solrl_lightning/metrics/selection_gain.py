@@ -31,7 +31,7 @@ def kept_variance(proxy: Tensor, truth: Tensor, keep: int) -> Tensor:
 def random_variance(truth: Tensor, keep: int) -> Tensor:
     """Return float64 [P]: expected variance (divisor K) of ``keep`` random candidates of ``truth`` [P, N].
 
-    Without replacement the variance with divisor K - 1 is an unbiased estimate of that of the pool with divisor N - 1,
+    Without replacement the variance with divisor K - 1 is an unbiased estimate of the pool's with divisor N - 1,
     so the expectation is the latter times (1 - 1 / K); exact for every pool.
     """
     return truth.double().var(dim=1, correction=1) * (1 - 1 / keep)

@@ -1,7 +1,7 @@
 """The Advantage Weighted Matching loss (arXiv 2509.25050): a clipped policy gradient on the flow-matching error.
 
 The log-likelihood of a sample at (sigma, eps) is minus its (reweighted) velocity-matching error; ratio, advantage and
-clip are those of PPO, one ratio per noise level.
+clip are as in PPO, one ratio per noise level.
 
 1. The ratio is taken against `old_velocity`, the policy that sampled. The published code takes it against the current
    weights, which is the same while rollouts are by those weights; pass None for that.

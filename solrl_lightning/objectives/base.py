@@ -38,7 +38,7 @@ class Objective(ABC):
     timestep_fraction: float = 1.0
     """Fraction of the T noise levels, or of the recorded transitions, that each kept sample is trained at."""
     solver: Solver | None = None
-    """Solver of the samples that are trained on; None: that of the family."""
+    """Solver of the samples that are trained on; None: the family's."""
     shared_noise: bool = False
     """Start the candidates of a prompt from one noise; only in families that do not explore."""
     guided_training: ClassVar[bool] = False

@@ -1,7 +1,7 @@
 """Flow-GRPO (Liu et al. 2025, arXiv 2505.05470): GRPO on an SDE with the marginals of the flow.
 
 Differs from the published code: the last step, which is not trained on, takes no noise (as in its Flow-GRPO-Fast), and
-the standard deviation of the advantages is that of all prompts, one of its options.
+the standard deviation of the advantages is over all prompts, one of its options.
 """
 
 from dataclasses import dataclass

@@ -5,9 +5,9 @@ error of the policy that sampled. The base model has weight one in the target, s
 weight, as its inverse.
 
 1. The paper's loss (its Eq. 17) takes the error of the current velocity, behind a stop-gradient. Here, as in the
-   published code, it is that of the old policy, which sampled; both are the same while the two policies are equal.
+   published code, it is the error of the old policy, which sampled; both are the same while the two policies are equal.
 2. The published code has r = 100, continuous noise levels of density proportional to sigma, eight for an image, and no
-   clip of the gradient. Noise levels and the clip are those of the model here, and A is the standardised advantage.
+   clip of the gradient. Noise levels and the clip are the model's here, and A is the standardised advantage.
 3. Advantages are not clipped, as published: |r A| above 1, which extrapolates beyond v*, is usual.
 """
 

@@ -93,7 +93,7 @@ class ModelData(Group):
 
 
 class Model(Group):
-    """A model of one's own may have more keys, for its ``policy``."""
+    """A custom model may have more keys, for its ``policy``."""
 
     guesses = True
     model_config = ConfigDict(extra="allow")
@@ -109,7 +109,7 @@ class Model(Group):
     fused_lora: LoraFile | None = None
     """LoRA that is added to the base weights, <hub id or folder>/<file>."""
     scheduler: dict[str, Setting] | None = None
-    """Values that replace those of the pipeline's scheduler."""
+    """Values to override in the pipeline's scheduler."""
     weights: Literal["pretrained", "random"]
     """Random ones have the same shapes, for plans and timings."""
     resolution: Count

@@ -37,7 +37,7 @@ class Reward(Group):
     __pydantic_extra__: dict[str, Member] = Field(init=False)
 
     pretrained: str | None
-    """Hub id or local folder; overrides that of the reward, if there is only one."""
+    """Hub id or local folder; overrides the reward's, if there is only one."""
     combine: Combination
     """How several rewards become one."""
 

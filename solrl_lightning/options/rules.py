@@ -20,7 +20,7 @@ HERE = "<here>"
 
 
 class Broken(ValueError):
-    """A broken rule, as a sentence; ``key`` is that of the value below the node that is checked."""
+    """A broken rule, as a sentence; ``key`` is the value's key below the node that is checked."""
 
     def __init__(self, rule: str, key: str = "", fix: str = DEFAULT) -> None:
         super().__init__(rule)
@@ -35,7 +35,7 @@ class Group(BaseModel):
     """A node of the configuration whose keys are all known."""
 
     guesses: ClassVar[bool] = False
-    """Whether a key of the user's own that is like a known one is a typing error."""
+    """Whether a custom key that is like a known one is a typing error."""
     no_keys: ClassVar[tuple[str, ...]] = ()
     """Fields that the program sets."""
     model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)  # at the first use, once for all below
@@ -68,7 +68,7 @@ def group_of(annotation: Any) -> type[Group] | None:
 
 
 NODE = ConfigDict(strict=True, extra="allow")
-"""Of a node with a ``_target_``, which stays a mapping: its class, or one of the user's own, may take other keys."""
+"""Of a node with a ``_target_``, which stays a mapping: its class, or a custom one, may take other keys."""
 
 
 def must_be(rule: str, holds: Callable[[Any], bool], fix: str = DEFAULT) -> PlainValidator:

@@ -167,7 +167,7 @@ class Run(Group):
 
     @property
     def trains(self) -> bool:
-        """Whether the task is task=train, or one of the user's own."""
+        """Whether the task is task=train, or a custom task."""
         return type(self.task) is Task
 
     @property

@@ -59,7 +59,7 @@ Seeds = Annotated[
 
 
 class Task(Group):
-    """task=train, or a task of the user's own, which may have more keys."""
+    """task=train, or a custom task, which may have more keys."""
 
     model_config = ConfigDict(extra="allow", serialize_by_alias=True, validate_by_name=True)
     takes_ranks: ClassVar[bool] = True
@@ -216,7 +216,7 @@ class Serve(_Known):
     """Pixels of an image."""
 
 
-# A task by the name of its function; where the user's own stands there, by a key that no other task has.
+# A task by the name of its function; where a custom function stands there, by a key that no other task has.
 _TASKS: dict[str, tuple[str, type[Task]]] = {
     "audit": ("proxies", Audit),
     "benchmark": ("rounds", Benchmark),

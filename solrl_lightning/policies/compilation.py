@@ -23,8 +23,8 @@ from solrl_lightning.policies.checkpointing import blocks_of
 _MOST_VARIANTS = 64
 """Compiled variants of a kind of block that torch.compile may keep; a 65th is an error, as one per iteration would be.
 
-All blocks of a kind share one cache, those of all samplers included. It gets an entry for each sampler, memory layout
-of the inputs, use of gradients, and batch size: up to 16 in a run, and 6 more after each halving of the batch.
+All blocks of a kind, in all samplers, share one cache. It gets an entry for each sampler, memory layout of the inputs,
+use of gradients, and batch size: up to 16 in a run, and 6 more after each halving of the batch.
 """
 
 

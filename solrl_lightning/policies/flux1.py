@@ -40,7 +40,7 @@ class Flux1(PipelineAdapter):
 
     @property
     def call_options(self) -> dict[str, Any]:
-        """As in the base class; the guidance is that of the embedding."""
+        """As in the base class; the guidance is the embedding's."""
         return super().call_options | {"guidance_scale": self.guidance}
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:

@@ -19,7 +19,7 @@ from solrl_lightning.policies.schedulers import FLOW_MATCHING
 
 
 class Flux2(PipelineAdapter):
-    """Adapter of ``Flux2KleinPipeline``; arguments are those of `PipelineAdapter`."""
+    """Adapter of ``Flux2KleinPipeline``; arguments are as in `PipelineAdapter`."""
 
     pipeline_class = Flux2KleinPipeline
     encoders = ("text_encoder", "tokenizer")

@@ -43,7 +43,7 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
         raise UserError(
             f"model.lora.target_modules={targets} is invalid: it must list layers of {type(transformer).__name__} by "
             f"the ends of their names{', which has none named ' + ', '.join(unknown) if unknown else ''}. "
-            "Leave it out for those of the model's file."
+            "Leave it out for the layers of the model's file."
         )
     least = min(width for name, width in widths.items() if any(name == t or name.endswith(f".{t}") for t in targets))
     if config.r > least:
@@ -154,7 +154,7 @@ _BLOCK = re.compile(r"^\w*?\.\d+\.")  # such as transformer_blocks.0.
 def read_lora(
     path: Path, transformer: ModelMixin, layers: dict[str, LoraLayer], pipeline_class: type[DiffusionPipeline]
 ) -> State:
-    """Return the state of these adapted layers of ``transformer`` whose update is that of a LoRA file or folder.
+    """Return the state of these adapted layers of ``transformer`` with the update of a LoRA file or folder.
 
     Exact up to the rounding of B, which gets the file's scale over alpha / r of the run (`read_lora_file`). What a file
     of a lower rank or of fewer layers lacks stays as it is in the adapter "default", where B must be 0.

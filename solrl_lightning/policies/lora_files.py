@@ -42,7 +42,7 @@ def read_lora_file(
     """Return float32 ``<layer>.lora_A.weight`` [r, in] and ``<layer>.lora_B.weight`` [out, r], whose product is added.
 
     Layers have the names of ``transformer``, their ranks may differ. The factor alpha / r, or alpha / sqrt(r) with
-    rsLoRA, is in B. Alpha is the entry <layer>.alpha of the file, or else that of the peft configuration in its
+    rsLoRA, is in B. Alpha is the entry <layer>.alpha of the file, or else the alpha of the peft configuration in its
     metadata, where diffusers writes it, or beside it, where peft does; without any it is r.
     ``pipeline_class.lora_state_dict`` converts the names of other trainers. The part of text encoders is left out.
 
@@ -113,7 +113,7 @@ def _check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str)
 def _fold_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
     """Multiply the scale of each layer into its B, in place; an entry <layer>.alpha is then the rank.
 
-    The scale is that of peft (``LoraLayer.update_layer``); an entry of the layer itself takes precedence.
+    The scale is peft's (``LoraLayer.update_layer``); an entry of the layer itself takes precedence.
     """
     patterns = config.get("alpha_pattern") or {}
     for name in list(tensors):

@@ -64,7 +64,7 @@ class PipelineAdapter(ABC):
             ``tiny`` for the embedded model's.
         guidance_scale: scale of classifier-free guidance in sampling and training; 1 disables it.
         fused_lora: ``<hub id or folder>/<file>`` of a LoRA that is added to the transformer's weights.
-        scheduler: values that replace those of the pipeline's scheduler.
+        scheduler: values to override in the pipeline's scheduler.
         base_weights: storage of the transformer's frozen weights; see the module ``base_weights``.
         encode_on: ``device``, or ``cpu`` to run the text encoders on the CPU.
         transformer_device: device of the transformer if not ``device``, for a run that shards it.
@@ -494,7 +494,7 @@ class PipelineAdapter(ABC):
         if self.of_videos:
             raise UserError(
                 f"model.preview_decoder={pretrained} is invalid: an AutoencoderTiny of diffusers decodes pictures, and "
-                "these latents are those of a video. Set model.preview_decoder=null."
+                "these are latents of a video. Set model.preview_decoder=null."
             )
         from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
 

@@ -21,7 +21,7 @@ from solrl_lightning.seeds import noise
 
 
 class QwenImage(PipelineAdapter):
-    """Adapter of ``QwenImagePipeline``; arguments are those of `PipelineAdapter`."""
+    """Adapter of ``QwenImagePipeline``; arguments are as in `PipelineAdapter`."""
 
     pipeline_class = QwenImagePipeline
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")

@@ -1,7 +1,7 @@
 """Qwen-Image-Edit: Qwen-Image with an input image, which the text encoder sees and the transformer reads.
 
 The square in the middle of the input image has the resolution of the output. Its latents [B, S, C] follow the noisy
-ones; the velocity is that of the noisy ones.
+ones; only the noisy ones have a velocity.
 """
 
 import torch
@@ -24,9 +24,9 @@ _EMBED_BATCH = 8  # images that the text encoder reads at once
 
 
 class QwenImageEdit(QwenImage):
-    """Adapter of ``QwenImageEditPipeline``; arguments are those of `PipelineAdapter`.
+    """Adapter of ``QwenImageEditPipeline``; arguments are as in `PipelineAdapter`.
 
-    ``max_sequence_length`` counts the tokens beside those of the image.
+    ``max_sequence_length`` counts the tokens beside the image's.
     """
 
     pipeline_class = QwenImageEditPipeline

@@ -23,7 +23,7 @@ def clone_sharing_weights(transformer: nn.Module) -> nn.Module:
 
 
 def untie_parameters(replica: nn.Module, names: Iterable[str]) -> None:
-    """Copy the named parameters, except those of quantised layers, so that ``write_parameters`` may overwrite them."""
+    """Copy the named parameters, except in quantised layers, so that ``write_parameters`` may overwrite them."""
     for path in names:
         layer, name = _owner(replica, path)
         if name in layer._parameters:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from solrl_lightning.errors import UserError, did_you_mean, nearest, sentence
 
-# Class -> settings that must have this value, as samplers or levels ignore another one. The others are honoured, or are
-# those of a solver, which `model.solver` replaces.
+# Class -> settings that must have this value, as samplers or levels ignore another one. The others are honoured, or
+# belong to a solver, which `model.solver` replaces.
 Settings = Mapping[str, Mapping[str, Any]]
 _FIXED = {"num_train_timesteps": 1000, "stochastic_sampling": False, "invert_sigmas": False}
 FLOW_MATCHING: Settings = {"FlowMatchEulerDiscreteScheduler": _FIXED}
@@ -54,8 +54,8 @@ def check_scheduler(
         return
     if cls not in settings:
         raise UserError(
-            f"{key} is invalid: its scheduler must be a {' or '.join(settings)}, and is a {cls}. Replace "
-            "scheduler/scheduler_config.json and the class in model_index.json by those of the published model."
+            f"{key} is invalid: its scheduler must be a {' or '.join(settings)}, and is a {cls}. Take "
+            "scheduler/scheduler_config.json and the class in model_index.json from the published model."
         )
     scheduler_class = getattr(diffusers, cls)
     defaults = {key: each.default for key, each in signature(scheduler_class.__init__).parameters.items()}

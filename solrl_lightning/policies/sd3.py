@@ -15,7 +15,7 @@ CLIP_TOKENS = 77  # tokens of both CLIPs, which precede T5's
 
 
 class SD3(PipelineAdapter):
-    """Adapter of ``StableDiffusion3Pipeline``; arguments are those of `PipelineAdapter`."""
+    """Adapter of ``StableDiffusion3Pipeline``; arguments are as in `PipelineAdapter`."""
 
     pipeline_class = StableDiffusion3Pipeline
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")

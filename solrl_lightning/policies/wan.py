@@ -96,7 +96,7 @@ class Wan(PipelineAdapter):
         return output[0].float()
 
     def named_in_files(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors under the authors' names, which diffusers and ComfyUI read; those of blocks have such."""
+        """Return the tensors under the authors' names, which diffusers and ComfyUI read; only blocks have such."""
         matches = {name: _IN_BLOCK.fullmatch(name) for name in state}
         if not all(matches.values()):
             return super().named_in_files(state)

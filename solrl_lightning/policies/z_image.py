@@ -19,9 +19,9 @@ from solrl_lightning.policies.schedulers import FLOW_MATCHING
 
 
 class ZImage(PipelineAdapter):
-    """Adapter of ``ZImagePipeline``; arguments are those of `PipelineAdapter`.
+    """Adapter of ``ZImagePipeline``; arguments are as in `PipelineAdapter`.
 
-    Its ``guidance_scale`` is the usual one, 1 more than that of the pipeline, which disables guidance with 0.
+    Its ``guidance_scale`` is the usual one, 1 more than in the pipeline, which disables guidance with 0.
     """
 
     pipeline_class = ZImagePipeline
@@ -63,7 +63,7 @@ class ZImage(PipelineAdapter):
             cap_feats=[row[:length] for row, length in zip(embeds, lengths, strict=True)],
             return_dict=False,
         )
-        return -torch.stack(output[0]).float()[:, :, 0]  # its time is that of the image, 0 at the noise
+        return -torch.stack(output[0]).float()[:, :, 0]  # its time is 0 at the noise, 1 at the image
 
 
 class FixedLengthTransformer(ZImageTransformer2DModel):

@@ -7,7 +7,7 @@ nearest, ties to even.
 ``per_row=True`` gives each row (everything but the last dimension) a separate FP32 scale: ``amax`` below is then the
 row's. This is used for inputs of layers, because one scale per batch makes a candidate depend on its neighbours.
 
-The FP32 operations and their order are those of Transformer Engine's reference quantiser, by its source (1 x 16 blocks,
+The FP32 operations and their order are as in Transformer Engine's reference quantiser, by its source (1 x 16 blocks,
 no Hadamard transform, no stochastic rounding, no 4over6):
 
     encode       = min(2688 / amax, FLT_MAX)                  2688 = 448 * 6, the largest E4M3 times the largest E2M1
@@ -104,7 +104,7 @@ def round_e2m1(x: Tensor) -> Tensor:
 def round_e4m3(x: Tensor) -> Tensor:
     """Return x, FP32 with |x| <= 448, rounded to the nearest E4M3 value; faster on a CPU than two casts.
 
-    The power of two in x's exponent bits, at least that of the smallest normal number 2^-6, gives E4M3's spacing q at x
+    The power of two in x's exponent bits, at least 2^-6, the smallest normal number, gives E4M3's spacing q at x
     (3 fraction bits); x + 1.5 * 2^23 * q is rounded to a multiple of q, ties to even.
     """
     power = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)

@@ -1,7 +1,7 @@
 """Quantise the input of an NVFP4 product in one pass over it, by a Triton kernel.
 
 A row is read once and stays in registers: its largest magnitude, the block scales, the codes. The operations and their
-order are those of ``nvfp4.encode`` with ``per_row=True``, so the results are equal bit for bit. As separate PyTorch
+order are as in ``nvfp4.encode`` with ``per_row=True``, so the results are equal bit for bit. As separate PyTorch
 operations, compiled, the same takes four kernels and writes the values as FP32.
 
 Import this module only where Triton is installed, as PyTorch for CUDA has it. Not yet run on a GPU; tests run it in

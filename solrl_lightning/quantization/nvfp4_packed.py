@@ -1,6 +1,6 @@
 """NVFP4 linear layers by PyTorch's block-scaled product (compute capability 10.0 and newer), 4.5 bits per weight.
 
-For GPUs without Transformer Engine. Codes and scales of weight and input equal those of the emulation bit for bit. The
+For GPUs without Transformer Engine. Codes and scales of weight and input equal the emulation's bit for bit. The
 product sums e2m1 * block_scale in FP32 and rounds the sum to BF16; both global scales (one per row of the input) and
 the bias are applied to it. Not yet run on such a GPU; checked against PyTorch's shape rules.
 """

@@ -7,7 +7,7 @@ Not yet run on a GPU. ``make contract`` checks these calls against the source of
 2. The recipe turns off what is for training: 1 x 16 blocks for weights and inputs, no stochastic rounding, no Hadamard
    transform.
 3. The input's global scale is a constant of the layer. Transformer Engine takes it from the largest magnitude of the
-   input, so that a candidate depends on its batch, or from that of each row (``row_scaled_activation``), whose product
+   input, so that a candidate depends on its batch, or of each row (``row_scaled_activation``), whose product
    writes FP32 and applies scales and bias in further passes. So the input is clamped to ``limit``, and one more row
    begins with it; the product writes BF16 with the bias. The limit comes from the first input after a requantisation,
    with headroom. It is 2688 times a power of two, so the global scale is a power of two, and another limit changes

@@ -30,7 +30,7 @@ _CHUNK, _LONGEST = 2**16, 2**24  # bytes of an answer that are read at once, and
 class Client:
     """Posts JSON to an address, with the token of the environment, from up to ``concurrency`` threads.
 
-    Arguments as those of ``HTTPReward``. Raises ``UserError``: see ``read_token``.
+    Arguments as in ``HTTPReward``. Raises ``UserError``: see ``read_token``.
     """
 
     def __init__(self, url: str, concurrency: int, timeout: float, retries: int, backoff: float) -> None:

@@ -116,7 +116,7 @@ def load_weights(
     cls: Any, key: str, name: str, kind: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, dict[str, Any]]:
     """Return the model of transformers' class ``cls`` of a hub id or folder, and transformers' record of it."""
-    with reading(f"{key}={name} is invalid: its weights cannot be read as those of a {kind}"):
+    with reading(f"{key}={name} is invalid: its weights cannot be read as a {kind}'s"):
         model, info = cls.from_pretrained(expanduser(name), dtype=dtype, output_loading_info=True)
     check_state_dict_keys(key, name, info["missing_keys"], [])
     return model, info
@@ -132,6 +132,6 @@ def _crop_to_square(key: str, processor: str, images: Any) -> CropToSquare:
         raise UserError(
             f"{key}={processor} is invalid: it must resize the shortest side (bicubic), crop, rescale and normalise; "
             f"it has size={size}, crop_size={crop}, resample={int(images.resample)}"
-            f"{''.join(f', {step}=false' for step in skipped)}. Set {key} to that of a CLIP model."
+            f"{''.join(f', {step}=false' for step in skipped)}. Set {key} to the processor of a CLIP model."
         )
     return CropToSquare(shortest, crop["height"], crop["width"], list(images.image_mean), list(images.image_std))

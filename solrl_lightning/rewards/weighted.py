@@ -33,7 +33,7 @@ def gdpo(scores: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum [P, N] of scores [P, N, R], each normalised over its prompt's N candidates.
 
     GDPO (arXiv 2601.05242): (score - mean) / std, with the population standard deviation. Its last step, a
-    normalisation over the batch, is that of the advantages. A reward that is constant for a prompt adds 0. A candidate
+    normalisation over the batch, is part of the advantages. A reward that is constant for a prompt adds 0. A candidate
     without finite scores has NaN and does not count; a reward of weight 0 is ignored.
     """
     scores, weights = scores[..., weights != 0].double(), weights[weights != 0].double()
@@ -53,7 +53,7 @@ class WeightedRewards:
     """R rewards by name, with their weights and what combines them.
 
     ``name`` labels the sum in curves and tables: "weighted_sum", or the name of the only reward if it is to rise.
-    ``frames``: those of a video that are scored, as in ``choose_frames``.
+    ``frames``: which of a video are scored, as in ``choose_frames``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class WeightedRewards:
         """Return raw scores, float32 [B, R], in the order of ``rewards``; raises as ``Reward.__call__`` does.
 
         Each of several rewards gets its own copy of the images, which it may change in place. The scores of videos
-        [B, F, 3, H, W] are the means of those of their ``frames``.
+        [B, F, 3, H, W] are the means over their ``frames``.
         """
         if images.ndim == 5:
             return self._of_videos(images, prompts)

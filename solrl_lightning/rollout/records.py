@@ -55,7 +55,7 @@ class Rollouts(NamedTuple):
     rewards: Tensor  # [P, K] float32, of `x0`
     scores: Tensor  # [P, K, R] float32, one value per reward
     advantages: Tensor  # [P, K] float32, computed from the merits of `scores`
-    recorded_steps: RecordedSteps | None = None  # as those of `Candidates`, of the K samples
+    recorded_steps: RecordedSteps | None = None  # as in `Candidates`, of the K samples
 
     @classmethod
     def of(cls, prompts: list[Prompt], samples: Candidates, proxy_merits: Tensor, advantages: Tensor) -> "Rollouts":

@@ -47,5 +47,5 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
 
 
 def concatenate(trees: Sequence[T]) -> T:
-    """Return ``trees`` of one form with their tensors concatenated; what is no tensor is that of the first one."""
+    """Return ``trees`` of one form with their tensors concatenated; what is no tensor is from the first one."""
     return tree_map(lambda first, *others: torch.cat([first, *others]) if isinstance(first, Tensor) else first, *trees)

@@ -50,7 +50,7 @@ class Latents(NamedTuple):
 
     sampling: int  # of the stage that has most, when its last chunk is sampled
     joining: int  # for a moment after a stage, which has no activations then
-    kept: int  # of the samples to train on, until those of the next iteration
+    kept: int  # of the samples to train on, until the next iteration's
 
 
 class Footprint(NamedTuple):

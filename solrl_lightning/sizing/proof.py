@@ -54,7 +54,7 @@ class Runner:
 
     Args:
         folder: new; holds the output of all commands as ``log.txt``.
-        options: of every command, such as those of the device.
+        options: of every command, such as the device's.
         seconds: limit of all commands together.
     """
 
@@ -181,7 +181,7 @@ def train(family: str, options: tuple[str, ...], reward: float | None, runner: R
 
 
 def resume(runner: Runner) -> Iterator[Row]:
-    """Kill a run after its first iteration, resume it, and yield the row on its weights and those of a whole run."""
+    """Kill a run after its first iteration, resume it, and yield the row on its weights and a whole run's."""
     options = ("experiment=smoke", "trainer.deterministic=true", "iterations=6", "evaluation.every=6", *_QUIET)
     runner.run(*options, "hydra.run.dir=whole")
     runner.run(*options, "hydra.run.dir=killed", accepted=(-signal.SIGKILL,), kill_at=runner.folder / "killed" / LAST)

@@ -143,7 +143,7 @@ def draw_chart(
     limits: tuple[float, float] | None = None,
     note: str = "",
 ) -> Chart:
-    """Return a chart for a page; ``level`` and ``at`` are those of ``plot``, ``limits`` those of y."""
+    """Return a chart for a page; ``level`` and ``at`` are as in ``plot``, ``limits`` are of y."""
     from matplotlib import rc_context
 
     with rc_context(_STYLE):

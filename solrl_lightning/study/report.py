@@ -57,13 +57,13 @@ _MEANINGS = {
     "family.keep over family.pool (12 of 96: 0.125).",
     "rank/top_mean_rank": "Ranks in BF16 of the seeds that the proxy calls the best and the worst; by chance both are "
     "in the middle.",
-    "rank/kept_spearman": "Of every iteration, and above that of the pool: only the extremes are in it, which are easy "
-    "to order.",
+    "rank/kept_spearman": "Of every iteration, and above the pool's correlation: only the extremes are in it, which "
+    "are easy to order.",
     "train/loss": "What the optimiser minimises; it need not fall while the reward rises.",
     "train/kl": "Distance of the policy's velocity from the base's. A steep rise announces a collapse.",
     "train/grad_norm": "Norm of the gradient before clipping.",
     "train/clipped": "Share beyond the clip: of advantages (nft), or of likelihood ratios (awm, GRPO).",
-    "train/drift": "Distance of the policy's velocity from that of the old policy, which sampled.",
+    "train/drift": "Distance of the policy's velocity from the velocity of the old policy, which sampled.",
     "train/policy": "The part of the loss that depends on the rewards.",
     "train/positive": "Error of the velocity against the samples. Good samples lower it.",
     "train/negative": "Error of the mirrored velocity, which bad samples lower; near the old policy both are equal.",
@@ -387,7 +387,7 @@ def rank_section(history: Rows) -> Section:
     text = [
         "A probe generates the whole pool of one prompt, another one each time, in BF16 at full steps, and compares "
         f"its order with the proxy's. {counted(len(probes), 'probe')}; ± is one standard error over them. Mean ranks "
-        "count from 1, the best; spread_ratio is the spread of the kept rewards over that of as many random ones."
+        "count from 1, the best; spread_ratio is the spread of the kept rewards over the spread of as many random ones."
     ]
     tables = [Table(["tag", "first probe", "last probe", "mean"], rows)] if rows else []
     return Section("Rank fidelity of the proxy", text, charts=charts, tables=tables)

@@ -16,7 +16,7 @@ class Plateau(NamedTuple):
 
     base: float  # reward of the first evaluation
     level: float  # mean reward of the evaluations in the last third of the cost
-    rise: float | None  # mean of the second half of these minus that of the first half; None for a single one
+    rise: float | None  # mean of the second half of these minus the first half's; None for a single one
 
     def reward_at(self, percent: float) -> float:
         """Return the reward after ``percent`` of the progress from base to plateau."""

@@ -28,7 +28,7 @@ _EIGHTHS = (3, 4, 5, 6)  # of the pool, that the first of two rungs keeps
 def score_steps(stage: Stage, prompts: EncodedPrompts, seeds: Tensor, run: RunStage) -> dict[int, Tensor]:
     """Return the scores [P, N, R] on the CPU by step, from the second step of ``stage`` to the last but one.
 
-    The first step predicts from pure noise, whose level is that of no early stop.
+    The first step predicts from pure noise, whose level no early stop has.
     """
     scores, state = {}, None
     for step in range(2, stage.steps):
@@ -40,7 +40,7 @@ def score_steps(stage: Stage, prompts: EncodedPrompts, seeds: Tensor, run: RunSt
 def simulate(stages: Sequence[Stage], scores: Mapping[int, Tensor], merits: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the merits [P, N] of the pool that ``stages`` explore, from the ``scores`` of their steps.
 
-    ``merits``: of scores [P, K, R], as those of the rewards.
+    ``merits``: of scores [P, K, R], as the rewards compute them.
     """
 
     def look_up(stage: Stage, _: Any, places: Tensor, state: Any) -> Candidates:

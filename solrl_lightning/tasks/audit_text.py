@@ -30,8 +30,8 @@ def format_audit(result: dict[str, Any]) -> str:
     )
     legend = (
         "gap kept: share of the true reward gap between best and worst; passes, s/prompt: forward passes and seconds "
-        f"to explore + regenerate; rho: spread of the kept rewards over that of {keep} random ones; gain: expected "
-        f"factor of what an iteration learns, rho ** {GAIN_EXPONENT}, between 1 and rho; cost: "
+        f"to explore + regenerate; rho: spread of the kept rewards over the spread of {keep} random ones; gain: "
+        f"expected factor of what an iteration learns, rho ** {GAIN_EXPONENT}, between 1 and rho; cost: "
         f"seconds of an iteration, with {without['training_seconds']:.3g} s of training a prompt, over those without "
         "selection, of one run; [95 %: over prompts, and the error of the gain's estimate]"
     )

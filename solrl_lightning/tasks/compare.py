@@ -137,7 +137,7 @@ def describe_cost(group: Group, reference: Group, cost: str) -> dict[str, Any]:
     """Return the cost at which a group reaches each of ``POINTS`` of the reference's progress.
 
     There are no points if no run records the cost, or the reference made no progress. A cost is None where it is beyond
-    ``spent``, that of the last evaluation.
+    ``spent``, the cost of the last evaluation.
     """
     points, plateaus = {}, reference.plateaus
     progress = fmean(each.level - each.base for each in plateaus.values())

@@ -1,6 +1,6 @@
 """task=prove: what this machine computes, step by step, as a page.
 
-A step runs commands of this application in processes of their own, with a time limit. Its rows are as those of
+A step runs commands of this application in processes of their own, with a time limit. Its rows are as in
 task=doctor: what is slow or wrong has the next command to run. Both files are written before a row is printed.
 """
 
@@ -224,7 +224,7 @@ def summary_of(result: Mapping[str, Any]) -> str:
 def use_of(result: Mapping[str, Any]) -> str:
     """Return what to do with proof.json, as a sentence."""
     if result["machine"]["device"].startswith("CPU"):
-        return "There is no need to send proof.json: only those of GPUs are collected."
+        return "There is no need to send proof.json: only proofs of GPUs are collected."
     return 'Please attach proof.json to an issue of the form "A proof of a GPU", also where all is well.'
 
 

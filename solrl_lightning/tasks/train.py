@@ -109,7 +109,7 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         loop.ends_again = end_of(folder, iterations_done(checkpoint)) is None
     if checkpoint is not None and not module.evaluation.comparable:
         log.info(
-            "the held-out prompts, their sampling, the rewards or files of models are not those of the checkpoint: "
+            "the held-out prompts, their sampling, the rewards or files of models differ from the checkpoint's: "
             "base reward, best checkpoint and alarms begin anew, with an evaluation of the loaded weights"
         )
     module.evaluation.planned_seconds = planned_seconds(cfg, module, hardware_of(device), trainer.world_size)
@@ -129,7 +129,7 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
 def check_callbacks(error: Exception, nodes: Mapping[str, Any]) -> None:
     """Raise UserError if ``error`` is one of Lightning about its callbacks, made of ``nodes``, loggers and trainer.
 
-    For example, a callback that needs a logger, or one whose metric is not among those of a run.
+    For example, a callback that needs a logger, or one whose metric no run has.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     reason = " ".join(str(error).partition(" HINT:")[0].split()).rstrip(".")  # hints are about the module's code
@@ -149,8 +149,8 @@ def compare_threads(checkpoint: dict[str, Any]) -> None:
     before, threads = loop_state(checkpoint).get("threads"), torch.get_num_threads()
     if before not in (None, threads):
         log.info(
-            f"{counted(threads, 'thread')}, where the checkpoint's run had {before}: results differ from those of an "
-            f"uninterrupted run by rounding; with OMP_NUM_THREADS={before} they are equal"
+            f"{counted(threads, 'thread')}, where the checkpoint's run had {before}: results differ by rounding from "
+            f"an uninterrupted run's; with OMP_NUM_THREADS={before} they are equal"
         )
 
 
@@ -200,7 +200,7 @@ def check_training_prompts(cfg: Run, prompts: Sequence[Prompt], checkpoint: dict
     recorded = loop_state(checkpoint).get("training_prompts")
     if recorded not in (None, digest(contents(prompts)), digest(identities(prompts))):
         raise UserError(
-            f"data.train={cfg.data.train} is invalid: its prompts without those of data.eval={cfg.data.eval}, or their "
-            f"metadata or images, are not the ones that the run in {cfg.run_dir} was trained on, so it could not be "
-            f"repeated. Restore them, or start a new folder from that state: ckpt={cfg.ckpt} hydra.run.dir=<folder>."
+            f"data.train={cfg.data.train} is invalid: its prompts without the prompts of data.eval={cfg.data.eval}, or "
+            f"their metadata or images, are not the ones that the run in {cfg.run_dir} was trained on, so it could not "
+            f"be repeated. Restore them, or start a new folder from that state: ckpt={cfg.ckpt} hydra.run.dir=<folder>."
         )

@@ -84,11 +84,11 @@ class Evaluation:
         self.planned_seconds: float | None = None
         """What one takes by the packaged estimates, if there are any for the model and the GPU."""
         self.comparable = True
-        """Whether the evaluations of the checkpoint that was loaded compare with those of this run."""
+        """Whether the evaluations of the checkpoint that was loaded compare with this run's."""
 
     @property
     def passes(self) -> int:
-        """Passes of one image through the solver's steps, without those of guidance."""
+        """Passes of one image through the solver's steps, without the passes of guidance."""
         return len(self.prompts) * self.images * self.steps
 
     @property
@@ -151,7 +151,7 @@ class Evaluation:
     def means(self) -> dict[str, float]:
         """Return the mean over prompts of each column of ``table``; of a score, over the prompts that ``base`` has.
 
-        A prompt without a score, such as one that a judge refuses, counts with that of ``base``.
+        A prompt without a score, such as one that a judge refuses, counts with the score of ``base``.
 
         Raises:
             NonFiniteError: no image has a score.

@@ -34,7 +34,7 @@ class FullTransformer(TrainedTransformer):
 
     Args:
         transformer: computes; its loaded parameters stay as the base model.
-        device: of the trained and old weights; None: that of ``transformer``.
+        device: of the trained and old weights; None: the device of ``transformer``.
     """
 
     weights: nn.ModuleDict

@@ -133,7 +133,7 @@ class ExploreTrainLoop(_FitLoop):
 
     @property
     def skip(self) -> bool:
-        """Whether to call no hook; a run that ends again calls those of its start and its end, which write files."""
+        """Whether to call no hook; a run that ends again calls the hooks of its start and end, which write files."""
         return not self.ends_again and super().skip
 
     def on_run_start(self) -> None:
@@ -173,7 +173,7 @@ class ExploreTrainLoop(_FitLoop):
         """Explore, select and regenerate on this rank's prompts, and return the training rows.
 
         Raises:
-            UserError: a sampler has other weights than those of this iteration's old policy.
+            UserError: a sampler has other weights than this iteration's old policy.
         """
         self._check_requantised()
         iteration = self.trainer.current_epoch
@@ -207,7 +207,7 @@ class ExploreTrainLoop(_FitLoop):
         return self.schedule.for_iteration(iteration)[self.trainer.global_rank :: self.trainer.world_size]
 
     def _encode(self, iteration: int, prompts: list[Prompt]) -> EncodedPrompts:
-        """Return ``prompts`` encoded; those of `ENCODED_TOGETHER` iterations are encoded at once and kept."""
+        """Return ``prompts`` encoded; the prompts of `ENCODED_TOGETHER` iterations are encoded at once and kept."""
         first = iteration - iteration % ENCODED_TOGETHER
         if self._encoded is None or self._encoded[0] != first:
             together = [prompt for i in range(first, first + ENCODED_TOGETHER) for prompt in self._prompts(i)]
@@ -273,12 +273,12 @@ class ExploreTrainLoop(_FitLoop):
 
     @property
     def passes_without_selection(self) -> float:
-        """The forward passes that sample ``keep`` candidates from their noise, divided by those of the last stage."""
+        """The forward passes that sample ``keep`` candidates from their noise, divided by the last stage's."""
         return self.keep * self.stages[-1].steps / velocities_per_prompt(self.stages, self.pool)[-1]
 
     @property
     def cost_of_evaluation(self) -> float:
-        """The passes of an evaluation over those of an iteration."""
+        """The passes of an evaluation over the passes of an iteration."""
         passes = self._module.evaluation.passes * forward_passes(self._module.model.guidance_scale)
         return passes / self.cost_of_iteration()["evaluations"]
 

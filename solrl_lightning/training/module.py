@@ -136,7 +136,7 @@ class SolRLModule(LightningModule):
 
     @contextmanager
     def merged_with(self, weights: str) -> Iterator[Sampler]:
-        """Yield the sampler of merged weights with those of ``policy_state``; restores the old policy."""
+        """Yield the sampler of merged weights with the weights of ``policy_state``; restores the old policy."""
         sampler = self.transformers.samplers[MERGED]
         version = sampler.version
         try:
@@ -307,7 +307,7 @@ class SolRLModule(LightningModule):
             name = min(name for name in expected | loaded if expected.get(name) != loaded.get(name))
             raise UserError(
                 "the checkpoint's weights do not fit this model: model, model.train, model.lora.rank and "
-                f"model.lora.target_modules must be those of the run that wrote it; {name} must be "
+                f"model.lora.target_modules must be as in the run that wrote it; {name} must be "
                 f"{expected.get(name, 'absent')}, and is {loaded.get(name, 'absent')}. Repeat the options of that run, "
                 "or take a checkpoint of one."
             )

@@ -48,7 +48,7 @@ def check_fits(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     if recorded != configured:
         raise UserError(
             f"optimizer._target_={configured} is invalid: a resumed run restores the optimiser's state, and the "
-            f"checkpoint holds that of {recorded}. Remove optimizer._target_, or start a new run with ckpt=null."
+            f"checkpoint holds the state of {recorded}. Remove optimizer._target_, or start a new run with ckpt=null."
         )
 
 

@@ -1,7 +1,7 @@
 """model.train=full with trainer=fsdp: of all weights that `FullTransformer` has, each rank holds a part.
 
 FSDP2 (``fully_shard``) gathers the weights of a block where it runs, rounded to their loaded dtype. It reduces the
-gradients of each micro-batch in float32 and scatters them, so that a rank sums those of its part alone.
+gradients of each micro-batch in float32 and scatters them, so that a rank sums the gradients of its part alone.
 
 | module | computes with |
 |---|---|

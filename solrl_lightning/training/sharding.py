@@ -2,7 +2,7 @@
 
 FSDP2 (``fully_shard``) gathers the weights of a block where it runs. With model.train=lora, adapters, their optimiser
 and averages are whole on every rank and reduced by DDP; with full (``sharded_full``), no weights are whole, and FSDP2
-reduces the gradients. Checkpoints and exported files are those of DDP. Every forward pass is collective: all ranks
+reduces the gradients. Checkpoints and exported files are as with DDP. Every forward pass is collective: all ranks
 must make equally many.
 """
 
@@ -124,7 +124,7 @@ def shard_transformers(
 ) -> Transformers:
     """Return the transformers of a rank: the trained one alone, as merged replicas would be whole copies.
 
-    Arguments as those of ``replicate``.
+    Arguments as in ``replicate``.
     """
     trained = train(model.transformer)
     trained.freeze(model.unused_layers)

@@ -50,7 +50,7 @@ VelocityModel = Callable[[], AbstractContextManager[nn.Module]]
 
 
 class TrainedTransformer(ABC):
-    """The policy's transformer: its trained weights, those of the old policy, and how replicas get them.
+    """The policy's transformer: its trained weights, the old policy's, and how replicas get them.
 
     A *state* is a dict of the trained tensors by name, in float32; DTensors if ranks share them.
     """
@@ -81,7 +81,7 @@ class TrainedTransformer(ABC):
 
     @abstractmethod
     def state(self, name: str) -> State:
-        """Return the weights "default" (trained) or "old", the tensors themselves, or those of the model "base"."""
+        """Return the weights "default" (trained) or "old", the tensors themselves, or the model's weights, "base"."""
 
     @abstractmethod
     def freeze(self, layers: Iterable[str]) -> None:
@@ -210,7 +210,7 @@ class Transformers:
 
     @property
     def precision_backend(self) -> str:
-        """The shadow's precision and backend as text, or those of the explorers' shadows."""
+        """The precision and backend of the shadow, or of the explorers' shadows, as text."""
         if self.explorers is not None:
             return self.explorers.precision
         shadow = self.shadow_backend
@@ -237,9 +237,9 @@ def replicate(
 
     Args:
         model: as loaded; its transformer is trained.
-        train: makes the trained transformer of that of ``model``.
+        train: makes the trained transformer of ``model.transformer``.
         batch_size: candidates per forward pass.
-        compile_replicas, compile_policy: compile the blocks of the replicas, and those of the trained transformer.
+        compile_replicas, compile_policy: compile the blocks of the replicas, and of the trained transformer.
         backend, rule: arithmetic of the shadow, if there is one, and the layers to quantise.
     """
     clone = replica.clone_sharing_weights

@@ -163,7 +163,7 @@ def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path
     assert (facts["best_reward"], facts["best_iteration"], facts["best_monitor"]) == (0.6, 2, "shapes")
     assert [(alarm["name"], alarm["iteration"], alarm["since"]) for alarm in facts["alarms"]] == [("reward_fell", 3, 2)]
     printed = capsys.readouterr().out
-    assert "by the guard: reward_fell; lora/ is that of the best checkpoint" in printed
+    assert "by the guard: reward_fell; lora/ has the weights of the best checkpoint" in printed
     branch = re.escape(f"ckpt={tmp_path}/checkpoints/best.ckpt branches from it\n")
     assert re.search(rf"best shapes +0\.6000 after iteration 2; {branch}", printed)
     assert re.search(r"alarm +after iteration 3, since iteration 2: the held-out shapes reward fell from 0.6", printed)

@@ -341,10 +341,10 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("''=1", "Cannot read '=1': its key must be names"),
         ("\"'optimizer.lr=1e-4'\"", "no shell has read its outer quotes. Write optimizer.lr=1e-4.\n"),
         ('"\'task.prompts=[\\"a cat\\"]\'"', 'no shell has read its outer quotes. Write task.prompts=["a cat"].\n'),
-        ("\u201citerations=1\u201d", "its quotes are those of a word processor. Write iterations=1.\n"),
+        ("\u201citerations=1\u201d", "its quotes are from a word processor. Write iterations=1.\n"),
         ("'data.train=\u201ca b.txt\u201d'", "a word processor. Write 'data.train=\"a b.txt\"'.\n"),
-        ("\u2013m seed=1,2", "its dashes are those of a word processor. Write -m.\n"),
-        ("\u2014help", "its dashes are those of a word processor. Write --help.\n"),
+        ("\u2013m seed=1,2", "its dashes are from a word processor. Write -m.\n"),
+        ("\u2014help", "its dashes are from a word processor. Write --help.\n"),
         ('"task.cost={\\"explore\\": 0.25}"', "have no quotes here. Write 'task.cost={explore:0.25}'."),
         ("hydra.run.dir=~/a", f"needs quotes that survive the shell: 'hydra.run.dir=\"{Path.home()}/a\"'."),
         ('"task.prompts=[it\'s]"', 'A text with "\'" needs quotes'),
@@ -459,7 +459,7 @@ def test_a_run_begins_with_a_checkpoint_or_with_a_lora(command: Command, tmp_pat
     (tmp_path / "lora.safetensors").touch()
     for line in (["ckpt=last"], ["ckpt=last", f"hydra.run.dir={earlier}"], ["ckpt=last", "task=evaluate"]):
         message = error_of(command, RECORD, *line, "model.init_lora=lora.safetensors", "iterations=4")
-        assert "model.init_lora=lora.safetensors is invalid: the weights are those of ckpt=" in message
+        assert "model.init_lora=lora.safetensors is invalid: the weights come from ckpt=" in message
     first = (RECORD, "model.init_lora=lora.safetensors", "iterations=2", "hydra.run.dir=begun")
     assert command(*first).status == 0
     assert command(*first, "ckpt=last", "iterations=4").status == 0

@@ -184,8 +184,8 @@ def test_pointer_of_git_lfs_is_an_error(tmp_path: Path, name: str) -> None:
         ),
         (b'"prompt"\n"1","a"\n', "this one has 2 values. .* or write the name that line 1 lacks, as of R's row names"),
         ("prompt\nein grüner Stern\n".encode("latin-1"), "it must be UTF-8, and has the byte 0xfc at offset 13"),
-        (b"", "data.column=prompt is invalid: .* those of .*a.csv are none"),
-        (b"prompt,x,,,x\na,1,,,2\n", "no two columns may have one name; those of .*a.csv are prompt, x, , , x"),
+        (b"", "data.column=prompt is invalid: .* the columns of .*a.csv are none"),
+        (b"prompt,x,,,x\na,1,,,2\n", "no two columns may have one name; the columns of .*a.csv are prompt, x, , , x"),
     ],
 )
 def test_malformed_csv_file_is_an_error(tmp_path: Path, content: bytes, message: str) -> None:
@@ -276,7 +276,7 @@ def test_data_set_of_the_hub_is_read_by_split_and_column_and_once(hub: Path, mon
         Prompt("a dog", {"votes": 3}),
     ]
     assert identities(read_prompts("hf://owner/name/test", "caption")) == ["fog"]
-    with pytest.raises(UserError, match="those of hf://owner/name/train are caption, votes"):
+    with pytest.raises(UserError, match="the columns of hf://owner/name/train are caption, votes"):
         read_prompts("hf://owner/name/train")
     monkeypatch.delattr(datasets, "load_dataset")
     assert identities(read_prompts("hf://owner/name/test", "caption")) == ["fog"]

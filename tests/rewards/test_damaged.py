@@ -168,7 +168,7 @@ def test_a_file_that_is_missing_is_named_or_makes_no_difference(copy_of: Callabl
     assert [name for name, required in needed.items() if not required] == list(layout.unneeded)
 
 
-READ = "its weights cannot be read as those of a CLIP model: .* Download or save it again"
+READ = "its weights cannot be read as a CLIP model's: .* Download or save it again"
 TEXT, POSITIONS = "text_config", "visual.positional_embedding"
 PATCHES, NUMBER = "blip.visual_encoder.patch_embed.proj.weight", {"state_dict": {"logit_scale": 4.6}}
 UNREADABLE = "reward.hpsv2.pretrained=.* is invalid: it cannot be read as weights: .* Download or save it again"

@@ -229,7 +229,7 @@ def test_command_continues_where_the_last_one_ended(
     again = finished.out.partition("continue with: ")[2].splitlines()[0]
     assert shlex.split(again)[3:] == ["task=prove", "trainer=cpu", "task.folder='its own'"]
     assert html.unescape(page.read_text()).count(again) == 1
-    sent = "There is no need to send proof.json: only those of GPUs are collected."
+    sent = "There is no need to send proof.json: only proofs of GPUs are collected."
     assert finished.out.startswith("a, at most") and finished.out.count(f"{file}\n{sent}\n") == 1
     assert sent in page.read_text() and "skipped; cut off: a; left: b, a" in finished.out
     assert result["counts"] == {"ok": 3, "slow": 0, "wrong": 1, "skipped": 1}

@@ -57,5 +57,5 @@ def test_state_of_another_optimizer_class_raises() -> None:
     _, optimizer = built(START, **CONFIGURED)
     state = optimizer.state_dict()
     check_fits(optimizer, state)
-    with pytest.raises(UserError, match="optimizer._target_=RMSprop is invalid: .* holds that of AdamW[.] Remove"):
+    with pytest.raises(UserError, match="optimizer._target_=RMSprop is invalid: .* holds the state of AdamW[.] Remove"):
         check_fits(torch.optim.RMSprop([nn.Parameter(START.clone())], lr=1e-2), state)

@@ -87,7 +87,7 @@ def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command:
     assert done.status == 2 and "last.ckpt is invalid" in done.err and "has done 1 iteration." in done.err
     other = ("optimizer._target_=torch.optim.NAdam", "iterations=2", "hydra.run.dir=other")
     done = command("ckpt=run/checkpoints/last.ckpt", *other)
-    assert done.status == 2 and "holds that of AdamW" in done.err and not (tmp_path / "other").exists()
+    assert done.status == 2 and "holds the state of AdamW" in done.err and not (tmp_path / "other").exists()
     (tmp_path / "prompts.txt").write_text("a dog on a sofa\n")
     done = command("ckpt=last", "hydra.run.dir=run", "iterations=9", "data.eval=prompts.txt")
     assert done.status == 2 and "'a dog on a sofa'" in done.err
@@ -148,7 +148,7 @@ def test_text_encoders_and_rewards_are_those_of_the_checkpoint(command: Command,
         file.write_bytes(before)
     file.write_bytes(before[:-1] + b"A")
     branch = command("ckpt=run/checkpoints/last.ckpt", "iterations=2", "hydra.run.dir=branch")
-    assert branch.status == 0 and "the rewards or files of models are not those of the checkpoint" in branch.out
+    assert branch.status == 0 and "the rewards or files of models differ from the checkpoint's" in branch.out
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     checkpoint = torch.load(last, weights_only=True)
     assert checkpoint.pop("weight_files").keys() > {*files, *settings, "text_encoder_2/model.safetensors"}
@@ -170,7 +170,7 @@ def test_base_weights_and_alpha_are_those_of_the_checkpoint(command: Command, tm
     changed = "model.pretrained with model.fused_lora and model.dtypes: this is not what"
     assert resumed.status == 2 and changed in resumed.err
     branch = command(f"ckpt={checkpoint}", "iterations=2", "hydra.run.dir=branch")
-    assert branch.status == 0 and "or files of models are not those of the checkpoint: base reward, best" in branch.out
+    assert branch.status == 0 and "or files of models differ from the checkpoint's: base reward, best" in branch.out
     assert summary_of(tmp_path / "branch")["evaluations"][0]["iteration"] == 1
     export = command("task=export", f"ckpt={checkpoint}", "hydra.run.dir=export")
     assert export.status == 0 and f"{changed} {tmp_path / checkpoint} was trained with" in export.out
