@@ -283,10 +283,10 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     fidelity = facts["rank_fidelity"] or {}
     if "last" in fidelity:
         first, last, mean = numbers([fidelity[which]["spearman"] for which in ("first", "last", "mean")])
-        probes = counted(fidelity["probes"], "probe")
-        rows.append(
-            ("proxy spearman", f"{mean}, mean of {probes}, each of another prompt ({first} first, {last} last)")
-        )
+        ranks = facts["machine"]["devices"]
+        each = "another prompt" if ranks == 1 else f"{ranks} other prompts"
+        probes = f"mean of {counted(fidelity['probes'], 'probe')}, each of {each}"
+        rows.append(("proxy spearman", f"{mean}, {probes} ({first} first, {last} last)"))
     rows.append(("precision", facts["precision_backend"]))
     reserved, memory = facts["peak_memory_reserved_bytes"], gibibytes(facts["peak_memory_bytes"])
     rows.append(("peak memory", memory + ("" if reserved is None else f", {gibibytes(reserved)} reserved")))

@@ -39,8 +39,8 @@ def judge_memory(footprint: Footprint, options: Options, total: int, parts: Mapp
     planned = footprint.peak(options)
     largest = sorted(parts.keys() - {"shadow_packed"}, key=lambda name: -parts[name])[:4]
     text = (
-        f"{planned / 1e9:.3g} GB planned of {total / 1e9:.3g} GB, rewards not counted; most for "
-        f"{', '.join(f'{name} {parts[name] / 1e9:.2g}' for name in largest)}"
+        f"{planned / 1e9:.3g} GB planned of {total / 1e9:.3g} GB, rewards not counted; the largest parts, some of them "
+        f"one after the other, are {', '.join(f'{name} {parts[name] / 1e9:.2g}' for name in largest)}"
     )
     measured = {"planned": planned, "total": total, "parts": dict(parts)}
     expected = f"at most {total / 1e9:.3g} GB: the memory of the device"

@@ -385,9 +385,10 @@ def rank_section(history: Rows) -> Section:
             mean = mean_of(values)
             rows.append([name, *numbers([values[0], values[-1]], 3), measured(mean.mean, mean.standard_error)])
     text = [
-        "A probe generates the whole pool of one prompt, another one each time, in BF16 at full steps, and compares "
-        f"its order with the proxy's. {counted(len(probes), 'probe')}; ± is one standard error over them. Mean ranks "
-        "count from 1, the best; spread_ratio is the spread of the kept rewards over the spread of as many random ones."
+        "A probe generates the whole pool of one prompt of each device, another one each time, in BF16 at full steps, "
+        f"and compares its order with the proxy's. {counted(len(probes), 'probe')}; ± is one standard error over them. "
+        "Mean ranks count from 1, the best; spread_ratio is the spread of the kept rewards over the spread of as many "
+        "random ones."
     ]
     tables = [Table(["tag", "first probe", "last probe", "mean"], rows)] if rows else []
     return Section("Rank fidelity of the proxy", text, charts=charts, tables=tables)

@@ -243,8 +243,8 @@ def plateau_notes(result: Mapping[str, Any]) -> list[str]:
         notes.append("the reference ends no higher than it began; name another one with task.reference=<group>")
     elif rise is None:
         notes.append(
-            "its last third has one evaluation, so whether the reference has levelled off is unknown; lower "
-            "evaluation.every"
+            "its last third has one evaluation, so whether the reference has levelled off is unknown; train longer, by "
+            "max_seconds or iterations, or lower evaluation.every if it is above 1"
         )
     elif not result["levelled_off"]:
         notes.append(

@@ -106,9 +106,12 @@ def check_run(cfg: Run) -> Iterator[Row]:
         yield from guarded(
             "attention", check_attention(attention_shapes(run.model), batches, device), "another version of torch"
         )
-    memory = judge_memory(footprint_here(run, cfg.model.weights, on_gpu), run.here, total, run.bytes)
+    is_random = cfg.model.weights == "random"
+    parts = run.bytes | ({"text_encoders": 0} if is_random else {})
+    memory = judge_memory(footprint_here(run, cfg.model.weights, on_gpu), run.here, total, parts)
     if run.options != run.here:
-        memory = memory._replace(result=f"{memory.result}; {run.footprint.explain(run.options, room)}")
+        peaks = f"{'with text encoders, ' * is_random}{run.footprint.explain(run.options, room)}"
+        memory = memory._replace(result=f"{memory.result}; {peaks}")
     yield memory
     absent = [key for key, source in cfg.reward.files.items() if local_path(source) is None]
     if absent:

@@ -105,6 +105,8 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     assert f"a next run should have; ckpt=last hydra.run.dir={tmp_path} iterations=6 trains on" in printed
     assert f"use the result, ckpt={tmp_path}/checkpoints/last.ckpt\n" in printed
     assert f"{tmp_path}, with report.html\n" in printed and "reserved" not in printed
+    of_ranks = format_summary(summary | {"machine": summary["machine"] | {"devices": 2}})
+    assert "mean of 3 probes, each of 2 other prompts (" in of_ranks
     names = "status, shapes reward, alarms, an iteration, exploring, proxy spearman, precision, peak memory"
     assert (
         ", ".join(line[2:].split("  ")[0] for line in printed.splitlines() if line.startswith("  "))

@@ -70,6 +70,15 @@ def test_skipped_row_has_its_reason(compose: Compose, monkeypatch: Patch) -> Non
     assert all("reward.pretrained" in actual for actual in skipped.values())
 
 
+def test_memory_of_random_weights_is_without_text_encoders(compose: Compose, monkeypatch: Patch) -> None:
+    for other in ("check_layers", "check_blocks"):
+        monkeypatch.setattr(doctor, other, lambda *args: iter(()))
+    options = "task=doctor trainer=cpu model.weights=random model.gradient_checkpointing=auto task.iterations=0"
+    (row,) = (row for row in check_run(compose(*options.split())) if row.check == "memory")
+    assert row.measured is not None and row.measured["parts"]["text_encoders"] == 0
+    assert "; with text encoders, model.gradient_checkpointing=auto is " in row.result
+
+
 def test_error_in_a_check_becomes_a_wrong_row() -> None:
     def failing(error: Exception) -> Iterator[Row]:
         yield Row("layer", OK, "fine")

@@ -232,7 +232,7 @@ def test_costs_to_the_points_on_the_way_to_the_plateau(
     [
         ((0.4, 0.5, 0.5, 0.5, 0.505), None),
         ((0.5, 0.6, 0.45), "the reference ends no higher than it began; name another one"),
-        ((0.4, 0.5, 0.5), "whether the reference has levelled off is unknown; lower evaluation.every"),
+        ((0.4, 0.5, 0.5), "whether the reference has levelled off is unknown; train longer, by "),
     ],
 )
 def test_what_hides_a_plateau_is_reported(
