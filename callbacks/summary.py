@@ -284,8 +284,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     if "last" in fidelity:
         first, last, mean = numbers([fidelity[which]["spearman"] for which in ("first", "last", "mean")])
         ranks = facts["machine"]["devices"]
-        each = "another prompt" if ranks == 1 else f"{ranks} other prompts"
-        probes = f"mean of {counted(fidelity['probes'], 'probe')}, each of {each}"
+        prompts = "another prompt" if ranks == 1 else f"{ranks} other prompts"
+        probes = f"mean of {counted(fidelity['probes'], 'probe')}, each of {prompts}"
         rows.append(("proxy spearman", f"{mean}, {probes} ({first} first, {last} last)"))
     rows.append(("precision", facts["precision_backend"]))
     reserved, memory = facts["peak_memory_reserved_bytes"], gibibytes(facts["peak_memory_bytes"])
