@@ -37,10 +37,11 @@ from solrl_lightning.artifacts.run_folder import (
     check_new,
     check_writable,
     claimed,
+    is_utf8,
     remember,
     remove_unused,
 )
-from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, as_written, check_choices, resolvable
+from solrl_lightning.cli.config import CONFIG_MODULE, EXPERIMENT, ConfigTree, as_written, check_choices, resolvable
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.cli.launch import check_launched, end_with_first, is_first, launched, ranks_here
 from solrl_lightning.cli.resume import (
@@ -232,6 +233,10 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     allocator.configure()
     topics = [argument for argument in flags.overrides if flags.help and argument in tree.groups()]
     flags.overrides = [argument for argument in flags.overrides if argument not in topics]
+    for argument in flags.overrides:
+        if not is_utf8(argument):
+            rule = "it must be in UTF-8, as prompts are, and the names of files for torch"
+            raise UserError(f"Cannot read {ascii(argument)}: {rule}. Set PYTHONUTF8=1.")
     for override in tree.parse(flags.overrides):
         sources = override.value()
         if override.key_or_group == "hydra.searchpath" and isinstance(sources, list):
@@ -307,11 +312,11 @@ def _is_over(resumed: Resumed, jobs: "dict[str, Run]", done: int, seconds: float
 
 
 def _print_manual(tree: ConfigTree, groups: list[str], overrides: list[str]) -> NoReturn:
-    from solrl_lightning.cli.manual import manual  # imports torch
+    from solrl_lightning.cli.manual import describe_experiments, manual  # imports torch
 
     (cfg,) = tree.jobs(tree.completed(overrides), multirun=False)
     for group in groups:
-        print(manual(group, cfg))
+        print(describe_experiments(tree.experiments()) if group == EXPERIMENT else manual(group, cfg))
     raise SystemExit(0)
 
 

@@ -134,13 +134,18 @@ def _lock(file: IO[str], folder: Path, other: str = OTHER_FOLDER) -> None:
         )
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether ``text``, from the command line or a file system, has in UTF-8 the bytes that it has there."""
+    return os.fsdecode(text.encode(errors="replace")) == text
+
+
 def check_writable(folder: Path, other: str = OTHER_FOLDER) -> None:
     """Raise UserError for a folder that cannot be made or written, or whose name is not in UTF-8. Leaves no file.
 
     ``other``: the options that choose another folder.
     """
     existing = folder.absolute()
-    if os.fsencode(existing) != str(existing).encode(errors="replace"):
+    if not is_utf8(str(existing)):
         raise UserError(
             f"The run's folder {ascii(str(existing))[1:-1]} is invalid: its name must be in UTF-8, which torch and "
             f"TensorBoard write. Set PYTHONUTF8=1, or choose another with {other}."

@@ -35,6 +35,9 @@ from solrl_lightning.cli.console import first_lines
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
 CONFIG_MODULE = "solrl_lightning.conf"
+EXPERIMENT = "experiment"
+"""The group whose options set keys of any group."""
+_HEADER = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
 _ONE_EACH = (
     "task model data family explorers objective scheduler precision trainer".split()
 )  # a run has one option of each
@@ -121,6 +124,12 @@ class ConfigTree:
 
     def options(self, group: str) -> list[str]:
         return _options(self.loader, group)
+
+    def experiments(self) -> dict[str, str]:
+        """Return the text of each file of experiments by the name of its option."""
+        folders = [_packaged(), *_folders(self.own_sources)]
+        experiments = [file for folder in folders for file in sorted(folder.glob(f"{EXPERIMENT}/*.yaml"))]
+        return {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in experiments}
 
     def parse(self, arguments: Iterable[str]) -> list[Override]:
         """Return the overrides of a command line. UserError for an argument that is not an override."""
@@ -295,9 +304,21 @@ def _with_home(override: Override) -> str:
     return _QUOTED_HOME.sub(lambda quote: quote[1] + home.replace(quote[1], f"\\{quote[1]}"), str(override.input_line))
 
 
+def _packaged() -> Path:
+    return Path(str(files(CONFIG_MODULE) / "config.yaml")).parent
+
+
+def _folders(sources: Iterable[str]) -> Iterator[Path]:
+    """Yield the sources that are folders of this machine."""
+    yield from (Path(source.removeprefix("file://")) for source in sources if source.startswith("file://"))
+
+
 def _check_files(sources: Iterable[str]) -> None:
-    packaged = Path(str(files(CONFIG_MODULE) / "config.yaml")).parent
-    for folder in (Path(source.removeprefix("file://")) for source in sources if source.startswith("file://")):
+    packaged = _packaged()
+    for folder in _folders(sources):
+        for file in sorted(folder.glob(f"{EXPERIMENT}/**/*.yaml")):
+            if not _HEADER.search(file.read_text(encoding="utf-8", errors="replace")):
+                raise UserError(f"{file} is invalid: an experiment's file must begin with `# @package _global_`.")
         for name in (file.relative_to(packaged) for file in packaged.rglob("*.yaml")):
             if (folder / name).is_file() and not (folder / name).samefile(packaged / name):
                 raise UserError(
@@ -533,8 +554,6 @@ def check_effects(cfg: DictConfig, overrides: Sequence[Override]) -> None:
     for key in set(map(str, cfg)) - _root():
         lines = [o.input_line for o in overrides if o.key_or_group.replace("/", ".").partition(".")[0] == key]
         culprit = " ".join(map(str, lines)) or f"the key {key} in a file of your own"
-        if key == "experiment":
-            raise UserError(f"{culprit} is invalid: an experiment's file must begin with `# @package _global_`.")
         known = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(_root() - {"hydra"})), resolve=False)
         raise UserError(
             f"{culprit} is invalid: {key} is neither a group nor a key of the configuration, so nothing reads it."
@@ -547,4 +566,4 @@ def _root() -> frozenset[str]:
     """Return the keys at the root of the package's configuration, groups among them."""
     root: Any = OmegaConf.to_container(OmegaConf.create((files(CONFIG_MODULE) / "config.yaml").read_text()))
     groups = {group for entry in root.pop("defaults") if isinstance(entry, dict) for group in entry}
-    return frozenset({*root, *groups} - {"experiment", "override hydra/help"})
+    return frozenset({*root, *groups} - {EXPERIMENT, "override hydra/help"})

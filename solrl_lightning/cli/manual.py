@@ -4,18 +4,23 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig
 
-from solrl_lightning.cli.config import without_hydra
+from solrl_lightning.cli.config import EXPERIMENT, without_hydra
 from solrl_lightning.options.rules import Group, written
 from solrl_lightning.options.run import Run
 from solrl_lightning.targets import locate
 
 _WIDTH, _INDENT = 110, "    "
 _PROVIDED = "device"  # an argument that rewards get from the program
+
+
+def describe_experiments(texts: Mapping[str, str]) -> str:
+    """Return each experiment, which is of no group's keys alone, with the text of its file."""
+    return "\n".join(f"{EXPERIMENT}={name}\n{textwrap.indent(text, _INDENT)}" for name, text in texts.items())
 
 
 def manual(group: str, cfg: DictConfig) -> str:

@@ -70,8 +70,10 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
     state, summary = read_checkpoint(ckpt), read_summary(run)
     done = iterations_done(state)
     with_lora = _LORA in module.transformers.trained.exports
-    settings = summary.get("config") or {"reward": ", ".join(cfg.reward.members)}
-    settings = {key: value for key, value in settings.items() if key != "lora_rank"} | {"iterations": done}
+    weights = {name: member["weight"] for name, member in cfg.reward.entries.items()}
+    trained = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights.items() if weight)
+    settings = (summary.get("config") or {}) | {"iterations": done, "reward": trained}
+    settings = {key: value for key, value in settings.items() if key != "lora_rank"}
     if with_lora:
         settings |= {"lora_rank": cfg.model.lora.rank, "lora_alpha": cfg.model.lora.alpha}
     precision = state.get("precision_backend", "nvfp4")
@@ -171,14 +173,14 @@ def results(summary: Mapping[str, Any], iterations: int) -> list[list[str]]:
     rows = {row["iteration"]: row for row in summary.get("evaluations", [])}
     if iterations == 0 or not {0, iterations} <= rows.keys():
         return []
-    base, trained = rows[0], rows[iterations]
+    base, trained, others = rows[0], rows[iterations], summary["other_rewards"]
     return [
         [
-            name,
+            f"{name}, not trained on" if name in others and others[name]["weight"] == 0 else name,
             measured(base[name], base.get("standard_error", {}).get(name)),
             measured(trained[name], trained.get("standard_error", {}).get(name)),
             change(base[name], trained[name], trained.get("change_error", {}).get(name)),
         ]
-        for name in dict.fromkeys([summary["reward"], *summary["other_rewards"]])
+        for name in dict.fromkeys([summary["reward"], *others])
         if name in base and name in trained
     ]

@@ -56,6 +56,10 @@ def test_a_link_to_nothing_or_to_itself_is_an_error(command: Command, tmp_path: 
         (tmp_path / "link").unlink()
 
 
+def test_an_argument_that_is_not_in_utf_8_is_an_error(command: Command) -> None:
+    assert r"Cannot read 'ckpt=l\udce4ufe/a.ckpt': it must be in UTF-8" in command("ckpt=l\udce4ufe/a.ckpt").err
+
+
 def test_a_name_that_is_not_in_utf_8_is_an_error(tmp_path: Path) -> None:
     check_writable(tmp_path / "ümlaut")
     with pytest.raises(UserError, match=r"The run's folder .*\\udcfcmlaut is invalid: its name must be in UTF-8"):

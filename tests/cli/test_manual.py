@@ -59,6 +59,18 @@ def test_help_describes_callbacks_and_a_reward_of_the_users_own(
     assert "reward.redness.least=0.5\n    redness that scores 0, at most 1.\n" in out
 
 
+def test_help_shows_the_files_of_experiments(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "mine/experiment/short.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("# @package _global_\niterations: 3\n")
+    out = command("--help", "experiment", "--config-dir", "mine").out
+    assert "experiment=fast\n    # @package _global_\n    # The split of the work" in out
+    assert "experiment=short\n    # @package _global_\n    iterations: 3\n" in out
+    file.write_text("iterations: 3\n")
+    ended = command("--config-dir", "mine", "experiment=short")
+    assert ended.status == 2 and f"{file} is invalid: an experiment's file must begin with" in ended.err
+
+
 def test_help_of_an_unknown_group_says_so(command: Command) -> None:
     assert (
         "Cannot read 'fam': an option is written key=value. --help lists the common ones."

@@ -66,7 +66,8 @@ def exported(folder: Path, pipeline: str, dtype: str, *options: str) -> Exported
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory, pipeline: str) -> Exported:
     """An export in float32, where our images equal those of diffusers up to the last digits."""
-    return exported(tmp_path_factory.mktemp("export"), pipeline, "float32")
+    rewards = "reward=[shapes,shapes_strict]", "reward.shapes_strict.weight=0"
+    return exported(tmp_path_factory.mktemp("export"), pipeline, "float32", *rewards)
 
 
 def images_of(pipeline: FluxPipeline, module: SolRLModule) -> Tensor:
@@ -121,6 +122,7 @@ def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(tmp_path:
 def test_usage_lines_of_the_card_run(exact: Exported) -> None:
     card = (exact.folder / "README.md").read_text()
     assert exact.pipeline not in card and "no evaluation of its base model" in card
+    assert "# shapes LoRA for" in card and "shapes_strict" not in card  # its weight is 0
     assert "| precision | fp8 (emulated) |" in card and "| train | lora |" in card
     lora = exact.module.transformers.trained.config
     assert f"| lora_rank | {lora.r} |" in card and f"| lora_alpha | {lora.lora_alpha} |" in card
@@ -188,7 +190,7 @@ def test_card_has_the_results_of_its_checkpoint_and_the_base_with_its_licence() 
     assert data.base_model == "black-forest-labs/FLUX.1-dev" and data.license == "other"
     assert data.license_name == "flux.1-dev-non-commercial-license" and data.pipeline_tag == "text-to-image"
     assert "| pickscore | 20.00 ± 0.10 | 22.00 | +2.000 ± 0.050 |" in text
-    assert "| hpsv2 | 0.3000 | 0.2900 | -0.0100 |" in text and "25.00" not in text
+    assert "| hpsv2, not trained on | 0.3000 | 0.2900 | -0.0100 |" in text and "25.00" not in text
     assert 'pipe.load_lora_weights("me/flux-pickscore", subfolder="lora_ema"' in text
     assert "iterations: 40 on NVIDIA H100" in text and "images/base_and_trained.png" in text
     assert "a&#124;b" in text
