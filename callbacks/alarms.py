@@ -21,7 +21,7 @@ _LOST_GAIN = 0.25  # share of the gain over the base; setbacks of healthy runs r
 _NEAR_CONSTANT = 1e-4  # std / root mean square; real rewards have 1e-2 and more, float32 noise of equal images 1e-7
 _SATURATED = 0.95  # share of samples on one extreme value
 
-METRICS = ("reward/mean", "train/kl", "train/drift")
+METRICS = ("reward/mean", "train/kl", "train/drift", "train/grad_norm")
 """What the rules read of every iteration."""
 
 
@@ -184,10 +184,12 @@ def no_drift(history: History, limit: int | None) -> Alarm | None:
     """Return an alarm when the distance to the old policy has been exactly 0 for ``limit`` iterations: what reads it
     never acts.
 
-    With any lag it is not: already the rounding of nearly equal velocities is larger. In the first iteration it is 0.
+    With any lag it is not: already the rounding of nearly equal velocities is larger. In the first iteration it is 0,
+    and as long as nothing is learnt, as from equal rewards.
     """
     iterations, values = history.series("train/drift")
-    if limit is None or len(values) < limit or any(values[-limit:]):
+    _, gradients = history.series("train/grad_norm")
+    if limit is None or len(values) < limit or any(values[-limit:]) or (gradients and not any(gradients[-limit:])):
         return None
     since = max((i for i, value in zip(iterations, values, strict=True) if value), default=0)
     saw = "train/drift is exactly 0: the old policy is the trained one, so the loss is advantage-weighted regression"

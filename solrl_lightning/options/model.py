@@ -7,6 +7,7 @@ from typing_extensions import Required, TypedDict
 
 from solrl_lightning.names import Decoder, SolverName, Training
 from solrl_lightning.options.rules import (
+    MAX_STEPS,
     NODE,
     Broken,
     Count,
@@ -39,6 +40,14 @@ LoraFile = Annotated[
     str, must_be("<hub id or folder>/<file>.safetensors", lambda v: isinstance(v, str) and v.endswith(".safetensors"))
 ]
 Alpha = Annotated[float, number("a number above 0 and at most 1000000", lambda value: 0 < value <= 1_000_000)]
+RungSteps = Annotated[
+    list[int],
+    must_be(
+        f"two numbers of solver steps from 1 to {MAX_STEPS}",
+        lambda value: isinstance(value, list) and len(value) == 2 and all(is_whole(n, 1, MAX_STEPS) for n in value),
+        fix="Other rungs are family.explore.rungs.",
+    ),
+]
 Checkpointing = Annotated[bool | Literal["selective", "auto"], one_of(True, False, "selective", "auto")]
 
 
@@ -162,7 +171,7 @@ class Model(Group):
     """Solver steps of exploration."""
     prefix_steps: Steps
     """Solver steps before scoring in family=prefix, of full_steps."""
-    rung_steps: list[Steps] | None = None
+    rung_steps: RungSteps | None = None
     """Solver steps before scoring in family=race, if others than [3, 5]."""
     explore_decoder: Decoder = "full"
     """Decoder of explored images, which are only ranked: full, bf16 (full in bfloat16), or preview."""
@@ -180,7 +189,7 @@ class Model(Group):
     max_grad_norm: Positive
     """Maximum L2 norm of the gradient."""
     kl_weight: NotNegative
-    """Weight of the distance to the base model in objective=nft."""
+    """Weight of the distance to the base model in objective=nft and objective=pepg."""
     ram_strength: Positive | None = None
     """Strength of objective=ram."""
     grpo_clip_range: Positive | None = None

@@ -47,7 +47,10 @@ class Group(BaseModel):
         known = [field.alias or name for name, field in cls.model_fields.items() if name not in cls.no_keys]
         for name in [key for key in node if key not in known] if isinstance(node, dict) else ():
             near = did_you_mean(nearest(name, known))
-            if (near and cls.guesses) or cls.model_config.get("extra") == "forbid":
+            if near and cls.guesses:
+                fix = f"{near.strip()} If it is a key of your own, choose another name."
+                raise Broken("nothing in the package reads that key, and it resembles one.", name, fix)
+            if cls.model_config.get("extra") == "forbid":
                 raise Broken("nothing reads that key.", name, near.strip() or f"The keys here are {', '.join(known)}.")
         return node
 

@@ -42,7 +42,9 @@ def export(cfg: Run) -> None:
     if task.push is not None:
         create_repository(task.push)  # an error must precede the work
     folder = Path(cfg.run_dir)
-    module = build_model(without_training(cfg), torch.device("cpu"))
+    whole = without_training(cfg)
+    whole.base_weights = "bfloat16"  # stored ones are no tensors that diffusers saves
+    module = build_model(whole, torch.device("cpu"))
     ckpt = Path(str(cfg.ckpt))
     load_trained(module, ckpt)
     exports = module.transformers.trained.exports

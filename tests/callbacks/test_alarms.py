@@ -133,3 +133,7 @@ def test_no_drift_is_exactly_0_in_some_iterations_in_a_row() -> None:
     for values in ((0.0, 0.0), (0.0, 0.0, 1e-12), (0.0, 5e-5, 0.0, 0.0), (0.0, *[1e-4] * 11)):  # the last: the default
         assert alarms(metric("train/drift", *values)) == []
     assert alarms(metric("train/drift", *[0.0] * 9), {**LIMITS, "drift": None}) == []
+    for gradient, names in ((0.0, []), (0.1, ["no_drift"])):  # without a gradient nothing is learnt
+        still = metric("train/drift", 0.0, 0.0, 0.0)
+        rows = [row | {"train/grad_norm": gradient} for row in still.rows]
+        assert [alarm.name for alarm in alarms(History(rows))] == names

@@ -81,7 +81,7 @@ model.lora.target_modules=to_q   | it must be a list
 model.lora.target_modules=[1]    | model.lora.target_modules.0=1 is invalid: it must be a text
 ~model.lora                      | model.lora is missing: a run needs it. Add it with +model.lora=<value>, or
 +evaluation.ever=5               | evaluation.ever=5 is invalid: nothing reads that key. Did you mean every?
-+model.ful_steps=8               | model.ful_steps=8 is invalid: nothing reads that key. Did you mean full_steps?
++model.ful_steps=8               | reads that key, and it resembles one. Did you mean full_steps? If it is a key of your
 reward.combine=mean              | it must be one of sum, gdpo
 +logger._target_=a.B             | logger._target_=a.B is invalid: it must be a group of keys with a _target_
 reward.shapes=0.5                | it must have a _target_ and a weight. Set reward.shapes.weight=0.5.
@@ -130,6 +130,7 @@ model=wan model.frames=34 | a video has model.num_frames=33. Set model.frames=al
 model=wan model.frames=last | it must be first, middle, all, or a whole number
 callbacks.checkpoint.dirpath=x  | run/checkpoints, which the program relies on
 callbacks.best.dirpath=x        | run/checkpoints, which the program relies on
+experiment=smoke model.rung_steps=[1,2,3] | two numbers of solver steps from 1 to 1000. Other rungs are family
 family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:2,keep:48},
 family=race family.explore.rungs=[{step:2,keep:x}] | .keep=x is invalid: it must be a whole number of at least 1. Co
 family=race family.explore.rungs=[{step:2}] | family.explore.rungs.0.keep is missing

@@ -47,7 +47,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_nano(tmp_path_factory.mktemp("pipeline"))
 
 
-def exported(folder: Path, pipeline: str, dtype: str, *options: str) -> Exported:
+def exported(folder: Path, pipeline: str, dtype: str, *options: str, compiled: bool = True) -> Exported:
     # What is not needed is not looked at: neither the run's prompts nor a compiler.
     small = ("experiment=smoke", "trainer=cpu", f"model.pretrained='{pipeline}'", f"model.dtypes.transformer={dtype}")
     small += options
@@ -55,7 +55,7 @@ def exported(folder: Path, pipeline: str, dtype: str, *options: str) -> Exported
     state = torch.load(checkpoint, weights_only=True)
     torch.save(state | {"precision_backend": "fp8 (emulated)"}, checkpoint)
     cfg = composed(
-        folder, *small, "task=export", f"ckpt='{checkpoint}'", "data.train=nowhere.txt", "family.compile=true"
+        folder, *small, "task=export", f"ckpt='{checkpoint}'", "data.train=nowhere.txt", f"family.compile={compiled}"
     )
     export(cfg)
     module = build_model(without_training(cfg), torch.device("cpu"))
@@ -105,8 +105,12 @@ def test_exported_weights_give_our_images_in_diffusers(exact: Exported, folder: 
     assert (images - ours(exact.module, "base")).abs().max() > 0.1
 
 
-def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(tmp_path: Path, pipeline: str) -> None:
-    folder, _, module = exported(tmp_path, pipeline, "bfloat16")
+@pytest.mark.parametrize("base_weights", ["bfloat16", "int8"])
+def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(
+    tmp_path: Path, pipeline: str, base_weights: str
+) -> None:
+    stored, compiled = f"base_weights={base_weights}", base_weights == "bfloat16"
+    folder, _, module = exported(tmp_path, pipeline, "bfloat16", stored, compiled=compiled)
     merged = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     base = load_file(Path(pipeline) / "transformer" / "diffusion_pytorch_model.safetensors")
     assert {x.dtype for x in base.values()} == {torch.bfloat16}
