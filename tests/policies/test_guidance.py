@@ -163,6 +163,6 @@ def test_training_with_guidance_needs_an_objective_of_the_guided_velocity(
 ) -> None:
     guided = ("model=sd3", "model.guidance_scale=4.5", f"objective={objective}")
     for task, check in (("train", check_machine), ("plan", plan)):
-        with pytest.raises(UserError, match=f"scale=4.5 is invalid: the loss of objective={objective.upper()} is"):
+        with pytest.raises(UserError, match=f"scale=4.5 is invalid: the loss of objective={objective.upper()} takes"):
             check(compose(*guided, f"task={task}"))
     check_machine(compose(*guided, "task=evaluate"))
