@@ -44,7 +44,7 @@ def options_of(cfg: DictConfig, run_dir: str) -> Run:
 def check_callbacks(cfg: DictConfig) -> None:
     """Raise UserError for training without the callbacks that requantise and write the results."""
     missing = [name for name in _NEEDED_CALLBACKS if OmegaConf.select(cfg, f"callbacks.{name}") is None]
-    if not missing or cfg.task.get("_target_") != _TRAIN:  # a custom task has callbacks of its own
+    if not missing or cfg.task.get("_target_") != _TRAIN:  # a custom task sets its callbacks itself
         return
     key = re.compile(rf"[~+]*callbacks(\.({'|'.join(missing)}))?(=|$)")
     culprits = " ".join(filter(key.match, as_written(cfg.hydra.overrides.task))) or "callbacks in a file of your own"

@@ -176,7 +176,7 @@ def _file_of(folder: Path) -> str:
         read = f"datasets.{'load_from_disk' if saved else 'load_dataset'}({source!r})"
         write = f"rows.to_parquet({source + '.'!r} + split + '.parquet')"
         code = shell_quoted(f"import datasets; [{write} for split, rows in {read}.items()]")
-        return f"Run python -c {code} and name {source}.<split>.parquet, each of its own split."
+        return f"Run python -c {code} and name {source}.<split>.parquet with the split to read."
     named = [f", such as {file}" for file in files if file.suffix.lower() in (".txt", *_TABLES, *_JSON_LINES)]
     return f"Name a file of prompts{''.join(named[:1])}."
 
