@@ -59,7 +59,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         # Explore the pool cheaply, also in decoding (`Stage.decoder`), select the best and the worst, and regenerate
         # them in BF16 from the same noise (prefix and race complete them), by default with the old LoRA merged.
         seeds = pool_seeds(cfg.seed, iteration, identities(prompts), cfg.family.pool)  # [P, N]
-        # [P, N] (NaN: not finite), [P, K] twice. A family of one stage samples the pool, and keeps its best and worst.
+        # [P, N] (NaN: no reward), [P, K] twice. A family of one stage samples the pool, and keeps its best and worst.
         explored, samples, proxy_merits = run_family(stages, encoded, seeds, module.run_stage, transitions)
 
         # Train on the samples and rewards of the last stage, not on proxies. By default an advantage is the merit minus

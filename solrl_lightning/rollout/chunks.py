@@ -177,19 +177,20 @@ def score_images(
     x0: Tensor,
     prompts: list[Prompt],
     seeds: Tensor,
-    or_nan: bool = False,
+    nan_images: bool = False,
 ) -> Tensor:
-    """Return float32 [B, R] of latents [B, ...]; with ``or_nan``, NaN and a warning instead of NonFiniteError.
+    """Return float32 [B, R] of latents [B, ...]; NaN and a warning for an image without a finite reward.
 
     Raises:
-        NonFiniteError: an image or a reward is NaN or infinite; the message names the prompt and the seed.
+        NonFiniteError: an image is NaN, without ``nan_images``; the message names the prompt and the seed.
     """
     images = decode(x0)
+    raises = not nan_images and bool(images.isnan().any())  # before a reward changes them in place
     try:
         return rewards(images, prompts)
     except NonFiniteError as error:
         first = f"{error} with seed {int(seeds[error.row])}"
-        if not or_nan:
+        if raises:
             raise NonFiniteError(f"{first}. {_FIX}", error.row) from error
     scores = torch.full((len(prompts), len(rewards.rewards)), torch.nan, device=images.device)
     for row, prompt in enumerate(prompts):
@@ -201,14 +202,32 @@ def score_images(
     return scores
 
 
-def check_selectable(merits: Tensor, keep: int, prompts: list[Prompt]) -> None:
-    """Raise NonFiniteError if a row of ``merits`` [P, N] has fewer than ``keep`` finite values."""
+def fill_missing(candidates: Candidates, prompts: list[Prompt]) -> Candidates:
+    """Return candidates [P, N] in which one without a finite reward has the means of its prompt's others.
+
+    Raises:
+        NonFiniteError: a prompt has no candidate with a finite reward.
+    """
+    check_finite_merits(candidates.merits, 1, prompts)
+    finite = candidates.merits.isfinite()
+
+    def filled(values: Tensor) -> Tensor:
+        present = finite.view(*finite.shape, *[1] * (values.ndim - 2))
+        return values.where(present, values.where(present, torch.nan).nanmean(dim=1, keepdim=True))
+
+    _, _, rewards, scores, merits, _ = candidates
+    return candidates._replace(rewards=filled(rewards), scores=filled(scores), merits=filled(merits))
+
+
+def check_finite_merits(merits: Tensor, count: int, prompts: list[Prompt]) -> None:
+    """Raise NonFiniteError if a row of ``merits`` [P, N] has fewer than ``count`` finite values."""
     finite = merits.isfinite().sum(dim=1)
-    if (finite < keep).any():
-        row = int((finite < keep).nonzero()[0])
+    if (finite < count).any():
+        row = int((finite < count).nonzero()[0])
         raise NonFiniteError(
-            f"{int(finite[row])} of {merits.shape[1]} explored candidates have a finite reward for the prompt "
-            f"{prompts[row].identity!r}, fewer than the {keep} to keep. {_FIX}",
+            f"{int(finite[row])} of {merits.shape[1]} candidates have a finite reward for the prompt "
+            f"{prompts[row].identity!r}, fewer than the {count} that are needed. {_FIX} Or leave the prompt out of "
+            "data.train.",
             row,
         )
 

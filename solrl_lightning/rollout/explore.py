@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.rollout.chunks import check_selectable
+from solrl_lightning.rollout.chunks import check_finite_merits
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.select import rerank, select_contrastive
 from solrl_lightning.rollout.stage import Stage, with_next
@@ -51,7 +51,7 @@ def run_family(
         elif stage.keep is not None:
             pool = pool._replace(merits=rerank(pool.merits, places, candidates.merits))
         if stage.keep is not None:
-            check_selectable(candidates.merits, stage.keep, prompts.prompts)
+            check_finite_merits(candidates.merits, stage.keep, prompts.prompts)
             extremes = select_contrastive(candidates.merits, stage.keep)
             candidates, places = candidates.take(extremes), places.gather(1, extremes.cpu())
             proxy_merits = candidates.merits

@@ -38,7 +38,7 @@ class Stage(Group):
     decoder: Decoder = "full"
     """Decoder of the images to score: full, bf16 (full in bfloat16), or preview (model.preview_decoder)."""
     name: str = REGENERATE
-    """A non-finite image scores NaN in EXPLORE and is an error in REGENERATE."""
+    """A NaN image scores NaN in EXPLORE and is an error in REGENERATE."""
     keep: int | None = None
     """The best and the worst by merit, passed to the next stage or to training; None: all."""
     with_states: bool = True

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.objectives.advantages import group_advantages
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.chunks import (
     BatchSize,
     check_finite,
-    check_selectable,
+    check_finite_merits,
+    fill_missing,
     iter_sampled_chunks,
     score_chunks,
     score_images,
@@ -32,7 +34,7 @@ from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
 from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.rollout.stage import Stage
-from solrl_lightning.sampling import SolverState
+from solrl_lightning.sampling import SolverState, start
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.sharding import FixedBatchSize
 
@@ -110,7 +112,7 @@ def run(
     prompts = EncodedPrompts(prompts_of(texts), model.encode(prompts_of(texts)))
     stage = Stage(sampler="merged", steps=steps, stop_after=stop_after).but(solver=solver, shared_noise=shared_noise)
     chunks = iter_sampled_chunks(model, model.transformer, batch_size, stage, prompts, seeds, initial_state)
-    score = partial(score_images, decode or model.decode, or_nan=only_ranks)
+    score = partial(score_images, decode or model.decode, nan_images=only_ranks)
     worker = partial(background_worker, model.device) if overlap else inline_worker
     rewards = WeightedRewards({"made": Made(reward)}, {"made": 1.0})
     return score_chunks(chunks, prompts, seeds, rewards, score, progress, worker, with_states)
@@ -206,15 +208,20 @@ def test_chunks_are_yielded_one_at_a_time(model: Recorder) -> None:
 
 
 @pytest.mark.parametrize(("position", "value"), [(0, torch.nan), (7, torch.inf), (14, -torch.inf)])
-def test_non_finite_reward_error_names_prompt_and_seed(model: Recorder, position: int, value: float) -> None:
-    scores = torch.zeros(15)
-    scores[position] = value
-    chunks = iter(scores.split(4))
-    with pytest.raises(NonFiniteError) as stopped:
-        run(model, reward=lambda images, prompts: next(chunks))
-    message = str(stopped.value)
-    assert f"reward made is {value}" in message
-    assert repr(TEXTS[position]) in message and f"seed {SEEDS.flatten()[position]}. Correct" in message
+def test_warning_about_a_non_finite_reward_names_prompt_and_seed(
+    model: Recorder, caplog: pytest.LogCaptureFixture, position: int, value: float
+) -> None:
+    whole = run(model).rewards.flatten()
+
+    def reward(images: Tensor, prompts: list[str]) -> Tensor:
+        scores = brightness(images, prompts)
+        return torch.where((scores - whole[position]).abs() < 1e-6, value, scores)
+
+    rewards = run(model, reward=reward).rewards.flatten()
+    assert rewards.isnan().nonzero().flatten().tolist() == [position]
+    (record,) = caplog.records
+    assert f"reward made is {value}" in record.message
+    assert repr(TEXTS[position]) in record.message and f"seed {SEEDS.flatten()[position]}" in record.message
 
 
 def test_background_worker_gives_same_scores_as_inline_worker(model: Recorder) -> None:
@@ -229,8 +236,7 @@ def test_background_worker_gives_same_scores_as_inline_worker(model: Recorder) -
     actual = run(model, reward=reward, overlap=True)
     assert torch.equal(actual.x0, plain.x0) and torch.equal(actual.rewards, plain.rewards)
     assert len(threads) == 4 and len(set(threads)) == 1 and threads[0] != threading.current_thread().name
-    with pytest.raises(NonFiniteError, match=rf"reward made is nan .*{TEXTS[0]}.* seed {int(SEEDS[0, 0])}\."):
-        run(model, reward=nan, overlap=True)
+    assert run(model, reward=nan, overlap=True).rewards.isnan().all()
 
 
 def test_check_finite_names_first_non_finite_value() -> None:
@@ -327,9 +333,25 @@ def test_non_finite_explored_candidate_is_never_selected(
 
 def test_too_few_finite_rewards_error_names_prompt() -> None:
     rewards = torch.tensor([[1.0, 2.0, 3.0], [1.0, torch.nan, torch.inf]])
-    check_selectable(rewards, 1, prompts_of("ab"))
-    with pytest.raises(NonFiniteError, match="1 of 3 explored candidates .* for the prompt 'b', fewer than the 2"):
-        check_selectable(rewards, 2, prompts_of("ab"))
+    check_finite_merits(rewards, 1, prompts_of("ab"))
+    with pytest.raises(NonFiniteError, match="1 of 3 candidates .* for the prompt 'b', fewer than the 2 that are"):
+        check_finite_merits(rewards, 2, prompts_of("ab"))
+
+
+def test_sample_without_a_finite_reward_gets_the_means_of_its_prompt() -> None:
+    scores = torch.tensor([[[1.0, 10.0], [torch.nan, torch.nan], [4.0, 30.0]], [[2.0, 3.0], [5.0, 1.0], [0.0, 0.0]]])
+    rewards = WeightedRewards({name: Made(brightness) for name in "ab"}, {"a": 1.0, "b": 0.5})
+    state = start(torch.arange(6.0).view(2, 3, 1))
+    candidates = Candidates(SEEDS[:2, :3], state, rewards.total(scores), scores, rewards.merits(scores))
+    filled = fill_missing(candidates, prompts_of("ab"))
+    expected = scores.clone()
+    expected[0, 1] = torch.tensor([2.5, 20.0])
+    assert torch.equal(filled.scores, expected) and filled.state is state
+    assert torch.equal(filled.rewards, rewards.total(expected)) and torch.equal(filled.merits, filled.rewards)
+    assert group_advantages(filled.merits)[0, 1] == 0
+    without = candidates._replace(merits=candidates.merits * torch.tensor([[torch.nan], [1.0]]))
+    with pytest.raises(NonFiniteError, match="0 of 3 candidates have a finite reward for the prompt 'a', fewer than"):
+        fill_missing(without, prompts_of("ab"))
 
 
 class SmallMemory(Recorder):

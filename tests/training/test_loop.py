@@ -614,13 +614,40 @@ def test_nan_reward_stops_run_and_names_prompt_and_seed(tmp_path: Path, monkeypa
     nan = lambda images, prompts: images[:, 0, 0, 0] * torch.nan  # noqa: E731
     monkeypatch.setattr(run.module.rewards.rewards["shapes"], "score", nan)
     before = weights(run.module)
-    with pytest.raises(NonFiniteError, match=r"0 of 5 explored candidates have a finite reward for the prompt 'a .*'"):
+    with pytest.raises(NonFiniteError, match=r"0 of 5 candidates have a finite reward for the prompt 'a .*'"):
         fit(run)
     assert torch.equal(weights(run.module), before)
     explore, regenerate = run.loop.stages
     run.loop.stages = [explore.but(name="regenerate")]
-    with pytest.raises(NonFiniteError, match=r"reward shapes is nan for the prompt 'a .*' with seed \d+"):
+    with pytest.raises(NonFiniteError, match=r"0 of 5 candidates have a finite reward for the prompt 'a .*'"):
         run.loop.roll_out()
+
+
+def test_sample_without_a_reward_trains_with_advantage_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path, max_epochs=1)
+    shapes = run.module.rewards.rewards["shapes"]
+    score, withheld, regenerates = shapes.score, [], []
+
+    def judge(images: Tensor, prompts: list[str]) -> Tensor:
+        scores = score(images, prompts)
+        if regenerates and (not withheld or withheld[0].equal(images[0])):
+            withheld[:] = [images[0].clone()]
+            scores[0] = torch.nan
+        return scores
+
+    monkeypatch.setattr(shapes, "score", judge)
+    run_stage = type(run.module).run_stage
+
+    def watched(module: SolRLModule, stage: Stage, *args: Any) -> Candidates:
+        regenerates[:] = [stage] if stage.name == "regenerate" else []
+        return run_stage(module, stage, *args)
+
+    monkeypatch.setattr(type(run.module), "run_stage", watched)
+    fit(run)
+    advantages, rewards = run.loop.rollouts.advantages, run.loop.rollouts.rewards
+    assert len(withheld) == 1 and rewards.isfinite().all() and advantages.isfinite().all()
+    assert advantages.abs().min() < 1e-6 < advantages.abs().max()
+    assert run.trainer.global_step > 0
 
 
 def test_nan_loss_stops_run_before_optimizer_step(tmp_path: Path) -> None:
