@@ -650,6 +650,23 @@ def test_sample_without_a_reward_trains_with_advantage_0(tmp_path: Path, monkeyp
     assert run.trainer.global_step > 0
 
 
+def test_nan_image_is_not_selected_and_ends_the_run_if_it_is_to_train_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(tmp_path, max_epochs=1)
+    decode = run.module.model.decode
+
+    def broken(x0: Tensor) -> Tensor:
+        images = decode(x0)
+        images[0] = torch.nan
+        return images
+
+    monkeypatch.setattr(run.module.model, "decode", broken)
+    with pytest.raises(NonFiniteError, match=r"the image .* has NaN for the prompt 'a .*' with seed \d+"):
+        fit(run)
+    assert "regenerate" in run.loop.stopwatch.seconds
+
+
 def test_nan_loss_stops_run_before_optimizer_step(tmp_path: Path) -> None:
     run = make(tmp_path, max_epochs=1)
     run.module.policy_state("default")["transformer_blocks.0.attn.to_q.lora_A.weight"].fill_(torch.nan)
