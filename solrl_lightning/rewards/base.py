@@ -7,8 +7,8 @@ import inspect
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -58,8 +58,7 @@ class Reward(ABC):
         """
         metadata = [{} for _ in prompts] if metadata is None else metadata
         check_images(self.name, images, prompts, metadata)
-        with self._named_errors():
-            returned = call_with_metadata(self.score, images, prompts, metadata=metadata)
+        returned = self._call(self.score, images, prompts, metadata=metadata)
         count = len(prompts)
         shapes = [(count,), (count, 1), ()] if count == 1 else [(count,), (count, 1)]  # of one image, a number
         scores = numbers_of(self.name, "score", returned, *shapes).flatten().to(images.device)
@@ -74,15 +73,16 @@ class Reward(ABC):
             UserError: ``parts`` did not return a column of real numbers for each of ``part_names``.
             RewardError: ``parts`` raised an exception.
         """
-        with self._named_errors():
-            returned = self.parts(images, prompts)
+        returned = self._call(self.parts, images, prompts, metadata=[])
         return numbers_of(self.name, "parts", returned, (len(images), len(self.part_names))).to(images.device)
 
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Name the reward, and a line of its code, in the exceptions of its methods."""
+    def _call(self, method: Callable[..., Any], *args: Any, metadata: list[Metadata]) -> Any:
+        """Return what a method of the reward returns; its exceptions name the reward, and a line of its code.
+
+        No context manager of contextlib: it would raise a StopIteration, by which Lightning's loops end, as it is.
+        """
         try:
-            yield
+            return call_with_metadata(method, *args, metadata=metadata)
         except _NAMED:
             raise
         except Exception as error:

@@ -22,7 +22,7 @@ changes of them.
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -147,7 +147,8 @@ class ExploreTrainLoop(_FitLoop):
         """Run one iteration; ``callbacks/requantize.py`` has given the old policy to everything that samples.
 
         Raises:
-            UserError: a callback has changed the number of micro-batches of an optimiser step.
+            UserError: a callback has changed the number of micro-batches of an optimiser step, or ended the iteration.
+            RuntimeError: code of the roll-out has raised StopIteration.
         """
         actual, expected = self.trainer.accumulate_grad_batches, self.plan.micro_batches
         if actual != expected:
@@ -156,9 +157,32 @@ class ExploreTrainLoop(_FitLoop):
                 f"takes all its {expected} micro-batches. Leave that callback out with ~callbacks.<name>."
             )
         self._set_counters()
-        self.loader.fill(self.roll_out())
+        try:
+            self.loader.fill(self.roll_out())
+        except StopIteration as error:  # it would end the loop as if the run had completed
+            raise RuntimeError("a StopIteration in the roll-out") from error
         with self.stopwatch.stage("train"):
             super().advance()  # its last optimiser step moves the old policy
+        if self._steps_taken < self.plan.optimizer_steps and not self.trainer.should_stop:
+            self._raise_ended(
+                f"after {self._steps_taken} of {self.plan.optimizer_steps} optimiser steps of an iteration"
+            )
+
+    def on_run_end(self) -> None:
+        """Check that all iterations have run.
+
+        Raises:
+            UserError: a callback has ended the loop by StopIteration.
+        """
+        if not self.done:
+            self._raise_ended(f"after {self.iterations_done} of {self.max_epochs} iterations")
+        super().on_run_end()
+
+    def _raise_ended(self, when: str) -> NoReturn:
+        raise UserError(
+            f"code of a callback or the objective is invalid: it ended training {when}, by StopIteration. Correct it, "
+            "or set trainer.should_stop there to end the run."
+        )
 
     def _set_counters(self) -> None:
         """Tell Lightning when to evaluate, and at which step to log."""

@@ -147,12 +147,23 @@ class Fails(Reward):
         return [{"a": 1.0}[prompt] for prompt in prompts]  # here
 
 
+class Ends(Reward):
+    """Raises StopIteration."""
+
+    name = "mine"
+
+    def score(self, images: Tensor, prompts: list[str]) -> Any:
+        return next(prompt for prompt in prompts if prompt == "c")
+
+
 def test_exception_of_a_reward_names_it_and_the_line() -> None:
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# here"))
     message = f"the reward fails raises KeyError in {re.escape(__file__)}, line {line}: 'b'"
     with pytest.raises(RewardError, match=f"^{message}") as error:
         Fails()(torch.zeros(2, 3, 4, 4), ["a", "b"])
     assert isinstance(error.value.__cause__, KeyError)
+    with pytest.raises(RewardError, match="the reward mine raises StopIteration in"):  # which ends loops of Lightning
+        Ends()(torch.zeros(2, 3, 4, 4), ["a", "b"])
     with pytest.raises(UserError, match=f"must score a grey image; {message}. Correct"):
         Fails().try_out(torch.full((3, 4, 4), 0.5), "b", {})
     with pytest.raises(UserError, match="must score a grey image; the reward mine is nan for the prompt 'a'. Correct"):

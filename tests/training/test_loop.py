@@ -667,6 +667,38 @@ def test_nan_image_is_not_selected_and_ends_the_run_if_it_is_to_train_on(
     assert "regenerate" in run.loop.stopwatch.seconds
 
 
+class EndsIn(Callback):
+    """Raises StopIteration in the hook of this name, in the second iteration."""
+
+    def __init__(self, hook: str) -> None:
+        def end(trainer: Trainer, *args: Any) -> None:
+            if trainer.current_epoch == 1:
+                raise StopIteration
+
+        setattr(self, hook, end)
+
+
+@pytest.mark.parametrize(
+    ("hook", "when"),
+    [
+        ("on_train_epoch_start", "after 1 of 3 iterations"),
+        ("on_train_batch_start", "after 0 of 1 optimiser steps of an iteration"),
+        ("on_train_epoch_end", "after 2 of 3 iterations"),
+    ],
+)
+def test_callback_that_ends_the_loops_of_lightning_is_an_error(tmp_path: Path, hook: str, when: str) -> None:
+    run = make(tmp_path, callbacks=(EndsIn(hook),), max_epochs=3)
+    with pytest.raises(UserError, match=f"it ended training {when}"):
+        fit(run)
+
+
+def test_roll_out_that_raises_stop_iteration_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path, max_epochs=1)
+    monkeypatch.setattr(run.loop, "roll_out", lambda: next(iter([])))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        fit(run)
+
+
 def test_nan_loss_stops_run_before_optimizer_step(tmp_path: Path) -> None:
     run = make(tmp_path, max_epochs=1)
     run.module.policy_state("default")["transformer_blocks.0.attn.to_q.lora_A.weight"].fill_(torch.nan)
