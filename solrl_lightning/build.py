@@ -354,6 +354,7 @@ def build_model(
             cfg.data.eval_images,
             cfg.seed,
             model.sampling_settings(cfg.model.eval_steps),
+            cfg.reward.scoring,
         ),
     )
     module.model_files = file_digests(model.files)

@@ -12,6 +12,7 @@ from solrl_lightning.options.rules import HERE, NODE, Broken, Group, number
 from solrl_lightning.rewards.addresses import HTTP, VLM, check_url
 
 GENEVAL = "solrl_lightning.rewards.geneval.GenEval"
+_CHANGES_NO_SCORE = ("weight", "url", "batch", "concurrency", "timeout", "retries", "backoff")
 REWARD_FILES = ("pretrained", "processor", "tokenizer", "head", "detector")  # keys of a reward's hub ids and paths
 
 
@@ -50,6 +51,15 @@ class Reward(Group):
     def members(self) -> dict[str, dict[str, Any]]:
         """A copy of them."""
         return copy.deepcopy(self.entries)
+
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """The arguments of each reward that decide its scores, and ``pretrained``."""
+        arguments = {
+            name: {key: value for key, value in member.items() if key not in _CHANGES_NO_SCORE}
+            for name, member in self.entries.items()
+        }
+        return {"pretrained": self.pretrained, **arguments}
 
     @property
     def files(self) -> dict[str, str]:

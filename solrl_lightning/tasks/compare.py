@@ -3,7 +3,6 @@
 At equal seeds groups share prompts, initial adapters and evaluation noise, so their difference is taken seed by seed.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -38,17 +37,18 @@ def compare(cfg: Run) -> dict[str, Any]:
     task = cfg.task_as(Compare)
     cost = None if task.cost is None else read_cost(task.cost)
     runs, left_out = finished_runs(task.runs)
-    rewards = list(dict.fromkeys(run.summary["reward"] for run in runs))
+    rewards = {run.summary["reward"]: run.folder for run in reversed(runs)}  # with the first folder of each
     if len(rewards) > 1:
+        each = ", ".join(f"{name} (in {folder})" for name, folder in rewards.items())
         raise UserError(
-            f"task.runs={task.runs} is invalid: its runs have different rewards, {', '.join(rewards)}, which do "
-            f"not compare. Choose the runs of one by their folders, as in 'task.runs=outputs/train/*{rewards[0]}*'."
+            f"task.runs={task.runs} is invalid: its runs have different rewards, {each}, which do not compare. Set a "
+            "glob that matches the folders of one."
         )
     groups, superseded = group_runs(runs if cost is None else with_simulated(runs, cost))
     reference = choose_reference(groups, task.reference)
     result = {
         "runs": task.runs,
-        "reward": rewards[0],
+        "reward": runs[0].summary["reward"],
         "reference": reference.name,
         **describe_plateau(reference),
         "simulated": cost and {"note": cost.note, "machine": cost.machine and cost.machine._asdict()},
@@ -157,9 +157,9 @@ def _mean(values: Iterable[float | None]) -> dict[str, float | None] | None:
 
 
 def _sets(held_out: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of different sets of held-out images; older runs have not recorded their sampling."""
-    others = {json.dumps({key: value for key, value in each.items() if key != "sampling"}) for each in held_out}
-    return max(len(others), len({each["sampling"] for each in held_out if "sampling" in each}))
+    """Return the number of different evaluations; older runs have not recorded all of what decides them."""
+    keys = dict.fromkeys(key for each in held_out for key in each)
+    return max((len({each[key] for each in held_out if key in each}) for key in keys), default=0)
 
 
 def tables(result: Mapping[str, Any]) -> list[Section]:
@@ -177,7 +177,10 @@ def tables(result: Mapping[str, Any]) -> list[Section]:
             "seeds: -m seed=1,2,3"
         )
     if result["held_out_sets"] > 1:
-        notes.append("the groups were evaluated on different held-out images, so their rewards do not compare")
+        notes.append(
+            "the groups were evaluated on different held-out images, or by rewards with other weights or arguments, so "
+            "they do not compare"
+        )
     if result["simulated"] is not None:
         each = (f"{group['group']} {group['simulated_seconds_per_iteration']:.3g}" for group in groups)
         notes += [result["simulated"]["note"], f"simulated seconds of an iteration: {', '.join(each)}"]

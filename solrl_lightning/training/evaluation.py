@@ -71,8 +71,10 @@ class Evaluation:
         images: int,
         seed: int,
         model_settings: Mapping[str, Any] = _NO_SETTINGS,
+        reward_arguments: Mapping[str, Any] = _NO_SETTINGS,
     ) -> None:
-        self.prompts, self.rewards, self.seed, self.model_settings = prompts, rewards, seed, model_settings
+        self.prompts, self.rewards, self.seed = prompts, rewards, seed
+        self.model_settings, self.reward_arguments = model_settings, reward_arguments
         self.solver, self.steps, self.images = solver, steps, images
         self.history: list[dict[str, Any]] = []
         """One row per evaluation: iteration, cost so far, and the mean of each score with its errors."""
@@ -110,13 +112,13 @@ class Evaluation:
         return digest(contents(self.prompts), sampling, self.columns, dict(self.rewards.weights))
 
     @property
-    def digest_of_sampling(self) -> str:
-        """Digest of what else of the model's settings decides the images."""
-        return digest(dict(self.model_settings))
+    def digests(self) -> dict[str, str]:
+        """Digests of what else decides the scores: the model's settings of sampling, and the rewards' arguments."""
+        return {"sampling": digest(dict(self.model_settings)), "rewards": digest(dict(self.reward_arguments))}
 
     @property
     def digest_with_noise(self) -> str:
-        """Digest of what is measured and of the seed of the noise: evaluations with it, sampled alike, compare."""
+        """Digest of what is measured and of the seed of the noise: evaluations with it and equal `digests` compare."""
         return digest(self.digest, self.seed)
 
     def scores(self, candidates: Candidates) -> Tensor:

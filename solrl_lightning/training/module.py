@@ -297,7 +297,7 @@ class SolRLModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = self._saved_tensors(checkpoint["state_dict"])
         checkpoint["evaluation"] = self.evaluation.digest_with_noise
-        checkpoint["sampling"] = self.evaluation.digest_of_sampling
+        checkpoint |= self.evaluation.digests
         checkpoint["base_weights"] = self.model.base_digest
         checkpoint["weight_files"] = dict(self.model_files)
         checkpoint["lora_alpha"] = self.transformers.trained.alpha
@@ -321,8 +321,8 @@ class SolRLModule(LightningModule):
                 f"model.lora.alpha={alpha:g} is invalid: the checkpoint's LoRA was trained with another, which scales "
                 f"its update. Set model.lora.alpha={recorded:g}."
             )
-        measure, sampling = self.evaluation.digest_with_noise, self.evaluation.digest_of_sampling
-        same = checkpoint.get("evaluation") == measure and checkpoint.get("sampling", sampling) == sampling
+        same = checkpoint.get("evaluation") == self.evaluation.digest_with_noise
+        same &= all(checkpoint.get(name, value) == value for name, value in self.evaluation.digests.items())
         self.evaluation.comparable = same and not self.changed_files(checkpoint)
         if not self.evaluation.comparable:  # the best score and the count of Lightning's EarlyStopping are of others
             callbacks = checkpoint.get("callbacks", {})

@@ -163,6 +163,42 @@ def test_branch_into_other_rewards_begins_its_evaluations_anew(
     assert facts["evaluations"][1]["change_error"]["shapes"] < 0.2 * abs(scores[0] - before["final_reward"])
 
 
+LEVEL = """
+from solrl_lightning.rewards.base import Reward
+
+class Level(Reward):
+    name = "level"
+
+    def __init__(self, target, device="cpu"):
+        super().__init__(device)
+        self.target = target
+
+    def score(self, images, prompts):
+        return 1 - (images.mean((1, 2, 3)) - self.target).abs()
+"""
+
+
+def test_branch_with_another_argument_of_its_reward_begins_its_evaluations_anew(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "level_reward.py").write_text(LEVEL)
+    (tmp_path / "mine" / "reward").mkdir(parents=True)
+    member = {"_target_": "level_reward.Level", "target": 0.9, "weight": 1.0}
+    (tmp_path / "mine" / "reward" / "level.yaml").write_text(f"# @package reward\nlevel: {json.dumps(member)}\n")
+    level = ("--config-dir", "mine", "reward=level")
+    assert command(*SMALL, *level, "iterations=1", "hydra.run.dir=run").status == 0
+    branch = ("--config-dir", "mine", "ckpt=run/checkpoints/last.ckpt", "iterations=2", "hydra.run.dir=branch")
+    done = command(*branch, "reward.level.target=0.2", "callbacks.guard.stop=true")
+    assert done.status == 0, done.err
+    facts, before = summary(tmp_path / "branch"), summary(tmp_path / "run")
+    assert [row["iteration"] for row in facts["evaluations"]] == [1, 2] and facts["alarms"] == []
+    assert facts["base_reward"] == facts["evaluations"][0]["level"] < before["final_reward"] - 0.3
+    assert facts["held_out"]["rewards"] != before["held_out"]["rewards"]
+    compared = command("task=compare", "task.runs='[rb]*'", "hydra.run.dir=compare")
+    assert "or by rewards with other weights or arguments" in compared.out
+
+
 def test_branch_that_samples_otherwise_begins_its_evaluations_anew(command: Command, tmp_path: Path) -> None:
     assert command(*SMALL, "model.eval_steps=2", "hydra.run.dir=run").status == 0
     last = "ckpt=run/checkpoints/last.ckpt"
