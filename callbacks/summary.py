@@ -160,7 +160,7 @@ class RunSummary(Callback):
             "images_per_prompt": module.evaluation.images,
             "steps": module.evaluation.steps,
             "digest": module.evaluation.digest,
-            "sampling": module.evaluation.digest_of_sampling,
+            **module.evaluation.digests,
         }
         seconds = timings.seconds_per_stage() if timings else {}
         ranks = rank_fidelity(find_callback(trainer, RankCorrelation))
@@ -291,7 +291,9 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     reserved, memory = facts["peak_memory_reserved_bytes"], gibibytes(facts["peak_memory_bytes"])
     rows.append(("peak memory", memory + ("" if reserved is None else f", {gibibytes(reserved)} reserved")))
     rows.append(("run folder", facts["paths"]["run"] + (", with report.html" if "report" in facts["paths"] else "")))
-    if facts["status"] == "completed":
+    if facts["status"] == "completed" and "config" not in facts["paths"]:
+        rows.append(("moved", f"the folder was renamed or removed during the run; to resume, copy its {RECORD} here"))
+    elif facts["status"] == "completed":
         folder = facts["paths"]["run"]
         longer = f"ckpt=last {path_option('hydra.run.dir', folder)} iterations={2 * facts['iterations']}"
         longer += " max_seconds=null" * facts["time_is_up"]

@@ -68,6 +68,7 @@ def checkpoints(tmp_path):
 
 def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     (tmp_path / "lora").mkdir()
+    (tmp_path / ".hydra").mkdir()
     run(3)
     summary = read(tmp_path)
     assert (summary["status"], summary["error"], summary["iterations"]) == ("completed", None, 3)
@@ -85,7 +86,7 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     assert summary["seconds_total"] < summary["seconds_since_process_start"] < 86400
     assert summary["peak_memory_bytes"] > 50 * 2**20 and summary["peak_memory_reserved_bytes"] is None
     assert summary["config"] == HPARAMS
-    paths = {"run": ".", "lora": "lora", "report": "report.html"}
+    paths = {"run": ".", "lora": "lora", "report": "report.html", "config": ".hydra"}
     assert summary["paths"] == {name: str(tmp_path / path) for name, path in paths.items()}
     assert summary["versions"].keys() >= {"solrl_lightning", "torch", "lightning", "diffusers"}
     assert summary["machine"]["cores"] >= 1 and summary["machine"]["device"].startswith("CPU ")
@@ -107,6 +108,8 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     assert f"{tmp_path}, with report.html\n" in printed and "reserved" not in printed
     of_ranks = format_summary(summary | {"machine": summary["machine"] | {"devices": 2}})
     assert "mean of 3 probes, each of 2 other prompts (" in of_ranks
+    moved = format_summary(summary | {"paths": {"run": "runs/a"}})  # as by mv, while it trained
+    assert "renamed or removed during the run; to resume, copy its .hydra here" in moved and "trains on" not in moved
     names = "status, shapes reward, alarms, an iteration, exploring, proxy spearman, precision, peak memory"
     assert (
         ", ".join(line[2:].split("  ")[0] for line in printed.splitlines() if line.startswith("  "))
