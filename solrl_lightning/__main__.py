@@ -179,8 +179,11 @@ class _Parser(ArgumentParser):
         flag = next((word for word in message.split() if word.startswith("--")), None)
         if flag is not None and "unrecognized" in message:
             key, _, value = flag.removeprefix("--").partition("=")
-            known = "" if value else ", if --help has that key"  # --resume is ckpt=last here
-            fix = f"Write {key.replace('-', '_')}={value or '<value>'}{known}."
+            fix = (
+                f"Write {key.replace('-', '_')}={value or '<value>'}, if --help has that key."  # --resume is ckpt=last
+            )
+            if key in ("local-rank", "local_rank"):  # of torch.distributed.launch and DeepSpeed
+                fix = "Start the command by torchrun, which adds no argument."
             raise UserError(f"{flag} is no flag (--hydra-help lists them), and an option has no dashes. {fix}")
         notebook = "In a notebook write main([<option>, ...]). " if "ipykernel" in sys.modules else ""
         raise UserError(f"{message}. {notebook}--hydra-help lists the flags.")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _OTHERS = ("OMPI_COMM_WORLD", "PMI", "JSM_NAMESPACE")  # mpirun of Open MPI, of MPICH and Intel MPI; jsrun
 _OF_LIGHTNING = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # read while it is imported
+_INTERACTIVE = ("bash", "interactive")  # names of jobs in which Lightning ignores SLURM
 _HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # of torchrun, Open MPI, MPICH
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -42,7 +43,7 @@ def _launcher() -> _Launcher:
     if _srun():
         advice = (
             " Each task must see all GPUs of its node (no --gpus-per-task). For one process in an allocation, as in a "
-            "notebook, set SLURM_JOB_NAME=interactive."
+            "notebook, set SLURM_JOB_NAME=interactive SLURM_STEP_NUM_TASKS=1."
         )
         return _Launcher("srun", "SLURM_NTASKS", ("SLURM_PROCID",), advice)
     for name in _OTHERS:
@@ -84,8 +85,7 @@ def advice() -> str:
 def check_alone() -> None:
     """Raise ``UserError`` if a launcher has started several processes: each would do the same task."""
     launcher = _launcher()
-    in_batch = launcher.name == "srun" and "SLURM_STEP_ID" not in os.environ  # of sbatch's script itself, one process
-    if launcher.name and not in_batch and (started := _number(launcher.size, 1)) > 1:
+    if launcher.name and not _in_batch() and (started := _number(launcher.size, 1)) > 1:
         raise UserError(
             f"{launcher.size}={started} is invalid here: {launcher.name} has started {started} processes, and this "
             f"task takes one. Start one.{launcher.advice}"
@@ -98,6 +98,11 @@ def check_world(num_nodes: int, devices: int, rank: int, is_launched: bool) -> N
     ``is_launched``: whether Lightning has found what started the processes; else its first rank would start others.
     """
     launcher, size = _launcher(), num_nodes * devices
+    if _in_batch() and (tasks := _number("SLURM_NTASKS")) > 1:
+        raise UserError(
+            f"SLURM_NTASKS={tasks} is invalid here: this one process is sbatch's script, and srun has not started the "
+            f"other tasks. Write srun before python in the script.{launcher.advice}"
+        )
     variables = (launcher.size, *launcher.ranks)
     started, here = _number(launcher.size, 1), next((_number(name) for name in _HERE if name in os.environ), devices)
     if launcher.name == "srun":
@@ -165,6 +170,13 @@ def check_launched(folders: str, num_nodes: object) -> None:
     """
     for name in _OF_LIGHTNING:
         _number(name)
+    job, tasks = os.environ.get("SLURM_JOB_NAME"), _number("SLURM_STEP_NUM_TASKS", 1)
+    if job in _INTERACTIVE and tasks > 1 and not _torchrun():
+        raise UserError(
+            f"SLURM_JOB_NAME={job} is invalid here: srun has started {tasks} tasks, and Lightning takes each of them "
+            "in a job of that name, as salloc gives, for a run of its own. Start them by srun env SLURM_JOB_NAME=solrl "
+            "python; for one process in a shell or notebook, set SLURM_STEP_NUM_TASKS=1."
+        )
     launcher, nodes = _launcher().name, num_nodes if isinstance(num_nodes, int) else 1
     if not launcher and nodes > 1 and "MASTER_ADDR" not in os.environ:
         raise UserError(
@@ -185,7 +197,12 @@ def _torchrun() -> bool:
 
 
 def _srun() -> bool:
-    return _number("SLURM_NTASKS") > 0 and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    return _number("SLURM_NTASKS") > 0 and os.environ.get("SLURM_JOB_NAME") not in _INTERACTIVE
+
+
+def _in_batch() -> bool:
+    """Return whether this is the script of sbatch itself, one process whatever the number of tasks."""
+    return _launcher().name == "srun" and "SLURM_STEP_ID" not in os.environ
 
 
 _expired: list[object] = []  # stores of the jobs that have ended in this process

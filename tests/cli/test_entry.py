@@ -873,6 +873,7 @@ def test_each_job_of_a_sweep_by_torchrun_has_a_store_of_its_own(monkeypatch: pyt
 
 SRUN = dict(SLURM_JOB_ID="4711", SLURM_STEP_ID="0", SLURM_JOB_NAME="train", SLURM_LOCALID="0")
 SRUN |= dict(SLURM_NTASKS="4", SLURM_NTASKS_PER_NODE="2", SLURM_NNODES="2")
+BATCH = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
 JSRUN, OPEN_MPI, MPICH = {"JSM_NAMESPACE_SIZE": "4"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"PMI_SIZE": "4"}
 TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT="0", WORLD_SIZE="4", LOCAL_RANK="0")
 OF_RANK_0 = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "solrl_lightning.log"}
@@ -961,8 +962,19 @@ POD = dict(MASTER_ADDR="10.0.0.1", MASTER_PORT="1", WORLD_SIZE="2", RANK="1")  #
         (SRUN | {"SLURM_PROCID": "3"}, (2, 2, 3), ""),
         (SRUN | {"SLURM_PROCID": "3"}, (1, 1, 0), "=4 SLURM_PROCID=3 is .*.num_nodes=2 trainer.devices=2. Each"),
         (SRUN | {"SLURM_PROCID": "0"}, (4, 1, 0), "the trainer takes 4, .* Set trainer.num_nodes=2 trainer.devices=2."),
-        (SRUN | {"SLURM_NTASKS": "1"}, (1, 8, 0), "srun has started 1 processes, .* set SLURM_JOB_NAME=interactive."),
+        (
+            SRUN | {"SLURM_NTASKS": "1"},
+            (1, 8, 0),
+            "srun has started 1 processes, .* set SLURM_JOB_NAME=interactive SLURM",
+        ),
         (SRUN | {"SLURM_NTASKS": "1"}, (1, 1, 0), ""),
+        (
+            BATCH,
+            (2, 2, 0),
+            "SLURM_NTASKS=4 is invalid here: this one process is sbatch's script.* Write srun before py",
+        ),
+        (BATCH | {"SLURM_NTASKS": "1"}, (1, 1, 0), ""),
+        (BATCH | TORCHRUN | {"RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (2, 2, 1), ""),
         (SRUN | {"SLURM_JOB_NAME": "interactive"}, (1, 1, 0), ""),
         (TORCHRUN | {"RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (2, 2, 1), ""),
         (TORCHRUN | {"RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 1, 0), "torchrun has started 4 .*.num_nodes=2 tr"),
@@ -987,14 +999,26 @@ def test_tasks_of_one_process_are_not_repeated_by_a_launcher(
     prompts = ["task.prompts=[a star]"] if name == "generate" else []
     message = error_of(command, f"task={name}", "hydra.run.dir=run", *prompts)
     assert "WORLD_SIZE=4 is invalid here: torchrun has started 4 processes, and this task takes one." in message
-    batch = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
     for variable in TORCHRUN:
         monkeypatch.delenv(variable)
-    set_all(monkeypatch, batch)
+    set_all(monkeypatch, BATCH)
     check_alone()
     set_all(monkeypatch, SRUN)
     with pytest.raises(UserError, match="srun has started 4 processes, and this task takes one"):
         check_alone()
+
+
+def test_tasks_of_srun_in_a_job_that_lightning_takes_for_interactive_are_an_error(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_NAME": "interactive"}
+    set_all(monkeypatch, tasks)
+    message = error_of(command, "experiment=smoke")
+    assert "SLURM_JOB_NAME=interactive is invalid here: srun has started 4 tasks" in message
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    check_launched("runs/${launched:%H}", 1)
+    set_all(monkeypatch, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_NAME": "solrl"})
+    check_launched("runs/${launched:%H}", 2)
 
 
 def test_port_of_the_first_rank_that_another_program_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1068,7 +1092,8 @@ def test_command_without_an_output_runs(forks: Forks, tmp_path: Path) -> None:
         ("--resolve", "ValueError: The --resolve flag can only be used in conjunction with --cfg or --help."),
         ("hydra.verbose=5", "hydra.verbose=5 is invalid: it must be true, false, or the name of a logger"),
         ("-m hydra.sweeper.max_batch_size=0", "Hydra cannot use this command line: AssertionError. Correct the value"),
-        ("--seed=3", "--seed=3 is no flag (--hydra-help lists them), and an option has no dashes. Write seed=3."),
+        ("--seed=3", "--seed=3 is no flag (--hydra-help lists them), and an option has no dashes. Write seed=3, if "),
+        ("--local-rank=0", "an option has no dashes. Start the command by torchrun, which adds"),
         ("seed=3 --prompts-per-iteration 4", "Write prompts_per_iteration=<value>, if --help has that key."),
         ("--config-path runs/a/.hydra --config-name config", "--config-name=config is invalid: a run resumes by its"),
     ],
