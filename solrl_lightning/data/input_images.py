@@ -15,6 +15,7 @@ from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
 from solrl_lightning.errors import UserError
 
 _END_OF_JPEG, _TAIL = b"\xff\xd9", 1024  # bytes
+_BITS_OF_TIFF, _LEVELS_16 = 258, 65535  # a tag
 _READABLE = "its picture must be whole, and no larger than Pillow reads"
 
 
@@ -50,7 +51,7 @@ def _check(file: Path) -> None:
     JPEG file ends with its end marker, or with data of a camera behind it.
     """
     with Image.open(file) as image:
-        _check_depth(image)
+        highest_level(image)
         image.verify()
     with open(file, "rb") as content:
         content.seek(-min(_TAIL, file.stat().st_size), os.SEEK_END)
@@ -60,16 +61,25 @@ def _check(file: Path) -> None:
             image.load()
 
 
-def _check_depth(image: Image.Image) -> None:
-    if image.mode in ("I", "F"):  # of 32 bits, which `convert` would clip at 255
-        raise ValueError(f"its pixels have 32 bits (mode {image.mode}), and must have 8 or 16")
-
-
-def as_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to 8 bits a channel in RGB. Raises ValueError for other depths than 8 and 16 bits."""
+def highest_level(image: Image.Image) -> int:
+    """Return the level of white in a file as Pillow reads it. Raises UserError for 32 bits, which have none."""
     if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image, np.float64) / 257).round().astype(np.uint8)).convert("RGB")
-    _check_depth(image)
+        return 2 ** getattr(image, "tag_v2", {}).get(_BITS_OF_TIFF, (16,))[0] - 1
+    if image.mode == "I" and image.format == "PPM":  # whose levels Pillow scales to 16 bits
+        return _LEVELS_16
+    if image.mode in ("I", "F"):
+        raise UserError(
+            f"the picture {getattr(image, 'filename', '')} is invalid: a pixel must have at most 16 bits, and these "
+            f"have 32 (mode {image.mode} of Pillow). Save it with 8, as a PNG file."
+        )
+    return 255
+
+
+def as_rgb(image: Image.Image, highest: int) -> Image.Image:
+    """Convert an image with this `highest_level` to 8 bits a channel in RGB."""
+    if highest > 255 or image.mode.startswith("I"):  # `convert` would clip
+        levels = np.asarray(image, np.float64) * (255 / highest)
+        image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
 
 
@@ -77,7 +87,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 def load_square(file: str, side: int) -> Image.Image:
     """Crop the square in the middle of an image, upright, in RGB, with ``side`` pixels a side."""
     with reading(f"the input image {file} is invalid: {_READABLE}"), Image.open(file) as opened:
-        image = as_rgb(ImageOps.exif_transpose(opened))
+        image = as_rgb(ImageOps.exif_transpose(opened), highest_level(opened))
     width, height = image.size
     square = min(width, height)
     left, top = (width - square) // 2, (height - square) // 2

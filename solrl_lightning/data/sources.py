@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ _TABLES = (".parquet", *_SEPARATORS)
 _JSON_LINES, _PROMPT = (".jsonl", ".ndjson"), "prompt"
 _NEEDLESS_QUOTES = re.compile(r'(?<![^\t])"[^"\t]+"(?![^\t])')  # around a whole value without quotes and tabs
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.(parquet|jsonl|csv)$")  # as the hub names one of several files of a split
+_LINE_END = r"\r\n|\r|\n"
 _NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 
 
@@ -173,10 +175,13 @@ def _file_of(folder: Path) -> str:
         code = f"import datasets; datasets.load_from_disk({saved[0]!r}).to_parquet({source + '.parquet'!r})"
         return f"Run python -c {shell_quoted(code)} and name {source}.parquet."
     if saved or any(_SHARD.search(file.name) for file in files):
-        read = f"datasets.{'load_from_disk' if saved else 'load_dataset'}({source!r})"
-        write = f"rows.to_parquet({source + '.'!r} + split + '.parquet')"
-        code = shell_quoted(f"import datasets; [{write} for split, rows in {read}.items()]")
-        return f"Run python -c {code} and name {source}.<split>.parquet with the split to read."
+        names = "split" if saved else "name + '.' + split"
+        read = f"datasets.load_from_disk({source!r})" if saved else f"datasets.load_dataset({source!r}, name)"
+        each = "" if saved else f"for name in datasets.get_dataset_config_names({source!r}) "
+        write = f"rows.to_parquet({source + '.'!r} + {names} + '.parquet')"
+        code = shell_quoted(f"import datasets; [{write} {each}for split, rows in {read}.items()]")
+        file = f"{source}.{'' if saved else '<configuration>.'}<split>.parquet"
+        return f"Run python -c {code} and name {file}, of the files that it writes."
     named = [f", such as {file}" for file in files if file.suffix.lower() in (".txt", *_TABLES, *_JSON_LINES)]
     return f"Name a file of prompts{''.join(named[:1])}."
 
@@ -209,7 +214,7 @@ def _read_text(path: Path, suffix: str, column: str = _PROMPT) -> list[Prompt]:
 
 def _read_lines(path: Path) -> list[str]:
     # str.splitlines would also split at form feeds and other separators that are not line ends.
-    return re.split(r"\r\n|\r|\n", _read_utf8(path))
+    return re.split(_LINE_END, _read_utf8(path))
 
 
 def _read_utf8(path: Path) -> str:
@@ -283,20 +288,23 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
     The last rule finds a quotation mark of a prompt that would open a value up to the next one, lines below.
     """
     text = _read_utf8(path)
-    heading = text.partition("\n")[0]
-    if separator not in heading:  # a spreadsheet writes semicolons where the comma is the decimal mark
+    heading, *rest = re.split(_LINE_END, text, maxsplit=1)
+    hint, before = re.fullmatch('"?sep=(.)"?', heading, re.IGNORECASE), 0  # a line for spreadsheets
+    if hint:
+        separator, text, before = hint[1], "".join(rest), 1
+    elif separator not in heading:  # a spreadsheet writes semicolons where the comma is the decimal mark
         separator = next((mark for mark in ";\t|" if mark in heading), separator)
     if separator == "\t":
         _check_needless_quotes(text, path)
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a picture in base64 exceeds the default
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     records: list[Prompt] = []
-    line = 1  # on which the row begins
+    line = 1 + before  # on which the row begins
     try:
         names = next(rows, [])
         _check_column(names, column, str(path), _name_columns(path, names, column, separator))
         place = names.index(column)
-        line = rows.line_num + 1
+        line = rows.line_num + 1 + before
         lacking = ", or write the name that line 1 lacks, as of R's row names (or write.table with row.names=FALSE)"
         for row in rows:
             if row and len(row) != len(names):
@@ -305,14 +313,14 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
                     f"columns, and this one has {len(row)} values. Put a value that contains {separator!r} in double "
                     f"quotes, without a blank before them{lacking if len(row) > len(names) else ''}."
                 )
-            if separator == "\t" and rows.line_num > line:
+            if separator == "\t" and rows.line_num + before > line:
                 raise csv.Error("the value continues on the next line, which only values of a .csv file may")
             for value in row[place : place + 1]:
                 check_text(value, f"{path} line {line}")
                 others = {key: other for key, other in zip(names, row, strict=True) if key != column}
                 # An index that pandas has written has no name.
                 records.append(Prompt(value, {key: other for key, other in others.items() if key and other}))
-            line = rows.line_num + 1
+            line = rows.line_num + 1 + before
     except csv.Error as error:
         raise UserError(
             f"{path} line {line} is invalid: {error}. A value that begins with a double quote must end with one, and "
@@ -334,7 +342,7 @@ def _check_needless_quotes(text: str, path: Path) -> None:
     The registration of text/tab-separated-values at IANA has no quoting, so there they are part of the value. Programs
     with quoting, as pandas and spreadsheets, write them only where a value needs them, or in all lines.
     """
-    names, *lines = re.split(r"\r\n|\r|\n", text)
+    names, *lines = re.split(_LINE_END, text)
     for number, line in enumerate(lines, 2):
         if (value := _NEEDLESS_QUOTES.search(line)) and not _NEEDLESS_QUOTES.search(names):
             raise UserError(
@@ -374,7 +382,8 @@ def _is_json(kind: "pyarrow.DataType") -> bool:
     if hasattr(kind, "value_type"):  # of a list or a dictionary
         return _is_json(kind.value_type)
     texts = types.is_string, types.is_large_string, types.is_string_view
-    is_scalar = any(is_kind(kind) for is_kind in (*texts, types.is_boolean, types.is_integer, types.is_floating))
+    numbers = types.is_boolean, types.is_integer, types.is_floating, types.is_decimal
+    is_scalar = any(is_kind(kind) for is_kind in (*texts, *numbers))
     return is_scalar or isinstance(kind, JsonType)
 
 
@@ -390,6 +399,8 @@ def _present(value: Any, kind: "pyarrow.DataType | None" = None) -> Any:
         return {key: each for key, each in values if each not in (None, "")}
     if isinstance(value, list):
         return [_present(each, kind and kind.value_type) for each in value]
+    if isinstance(value, Decimal):  # of a column of databases
+        return float(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import local_torch_dtype
 
 from solrl_lightning.artifacts.complete import check_json, reading
+from solrl_lightning.artifacts.hub import is_path
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX, config_folder
 from solrl_lightning.policies.loading import check_class
@@ -53,9 +54,10 @@ def find_architecture(pretrained: str, pipeline_class: type[diffusers.DiffusionP
     folder = config_folder(pretrained)
     if folder is None:
         known = sorted(str(index.parent.relative_to(ARCHITECTURES)) for index in ARCHITECTURES.rglob(INDEX))
+        source = "<its hub id>" if is_path(pretrained) else pretrained
         raise UserError(
             f"model.pretrained={pretrained} is invalid: without weights, a model must be a folder with config files or "
-            f"one of {', '.join(known)}. Download its config files: hf download {pretrained} --include '*.json' "
+            f"one of {', '.join(known)}. Download its config files: hf download {source} --include '*.json' "
             "--local-dir <folder>, and set model.pretrained=<folder>."
         )
     check_class(pipeline_class, pretrained, folder)

@@ -33,6 +33,7 @@ _WEIGHT = re.compile(r"(?P<layer>.+?)\.lora[._](?P<factor>A|B|down|up)(\.default
 _FACTORS = {"A": "A", "down": "A", "B": "B", "up": "B"}
 _OF_TEXT_ENCODERS = re.compile(r"text_encoder|lora_te|clip_[lg]\.|t5")
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")  # which leave the base weights as they are
+_COMPILED = "_orig_mod."  # of a transformer that torch.compile has wrapped
 _FIX = "Name a LoRA of this model."
 
 
@@ -55,7 +56,7 @@ def read_lora_file(
     with reading(f"{named}: {file}"):
         check_fetched(file, named)
         with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+            tensors = {name.replace(_COMPILED, ""): opened.get_tensor(name) for name in opened.keys()}
             settings = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
     beside, of_peft = file.with_name(PEFT_CONFIG), bool(tensors) and all(name.startswith(_PEFT) for name in tensors)
     if of_peft and beside.is_file():

@@ -52,6 +52,12 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
             f"{end}, but pretrained={pretrained} has {text.vocab_size} and expects {expected}. Set {key} to the "
             "processor of the model's training."
         )
+    crop, side = (preprocess.height, preprocess.width), model.config.vision_config.image_size
+    if crop != (side, side):
+        raise UserError(
+            f"{key}={processor} is invalid: it crops images to {crop[0]} x {crop[1]} pixels, but "
+            f"pretrained={pretrained} takes {side} x {side}. Set {key} to the processor of the model's training."
+        )
     return model, tokenizer, preprocess
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from solrl_lightning.artifacts.complete import reading
-from solrl_lightning.data.input_images import as_rgb
+from solrl_lightning.data.input_images import as_rgb, highest_level
 from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
 from solrl_lightning.errors import NonFiniteError, RewardError, UserError, sentence
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -110,7 +110,7 @@ def pixels(files: list[bytes], max_pixels: int) -> Tensor:
         images = [Image.open(io.BytesIO(png), formats=["PNG"]) for png in files]  # reads the headers only
         sizes = {image.size for image in images}
         if len(sizes) == 1 and math.prod(images[0].size) <= max_pixels:
-            return torch.stack([pil_to_tensor(as_rgb(image)) for image in images])
+            return torch.stack([pil_to_tensor(as_rgb(image, highest_level(image))) for image in images])
     got = ", ".join(f"{width} x {height}" for width, height in sorted(sizes))
     raise UserError(f"the images of a request must be of one size of at most {max_pixels} pixels; got {got}")
 

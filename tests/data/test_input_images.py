@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -111,5 +112,16 @@ def test_pictures_of_16_bits_keep_their_levels_and_other_depths_are_errors(tmp_p
     assert np.asarray(load_square(str(tmp_path / "deep.png"), 2))[..., 0].tolist() == [[0, 19], [128, 255]]
     for dtype, mode in ((np.float32, "F"), (np.int32, "I")):
         Image.fromarray(levels.astype(dtype)).save(tmp_path / f"{mode}.tiff")
-        with pytest.raises(UserError, match=rf"32 bits \(mode {mode}\), and must have 8 or 16"):
+        with pytest.raises(UserError, match=rf"{mode}.tiff is invalid: .* at most 16 bits, .* 32 \(mode {mode} of"):
             load_square(str(tmp_path / f"{mode}.tiff"), 2)
+    (tmp_path / "deep.pgm").write_bytes(b"P5 2 1 4095\n" + bytes([0x0F, 0xFF, 0x08, 0x00]))
+    assert np.asarray(load_square(str(tmp_path / "deep.pgm"), 1)).max() in (128, 255)
+
+
+def test_picture_of_12_bits_keeps_its_levels(tmp_path: Path) -> None:
+    file = tmp_path / "a.tiff"
+    entries = [(256, 2), (257, 2), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1), (278, 2), (279, 6)]
+    levels = bytes([0xFF, 0xFF, 0xFF, 0x80, 0x08, 0x00])  # 4095 4095, 2048 2048
+    fields = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
+    file.write_bytes(struct.pack("<2sHI", b"II", 42, 14) + levels + struct.pack("<H", 9) + fields + bytes(4))
+    assert np.asarray(load_square(str(file), 2))[..., 0].tolist() == [[255, 255], [128, 128]]

@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Iterator
 from datetime import datetime
+from decimal import Decimal
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -110,6 +111,7 @@ def test_the_other_columns_of_a_table_are_metadata_as_the_keys_of_json_lines(tmp
     columns |= {"day": [datetime(2026, 1, 1)] * 2, "score": [float("nan")] * 2, "style": pyarrow.array(["oil", None])}
     columns["style"] = columns["style"].dictionary_encode()
     columns["box"] = pyarrow.array(columns["box"], pyarrow.list_(pyarrow.int8(), 2))
+    columns["weight"] = [Decimal("0.50"), None]
     first, second = read_records(lines, "prompt")
     of_style = [Prompt(first.text, {**first.metadata, "style": "oil"}), second]
     assert read_records(write_table(tmp_path / "a.parquet", **columns), "prompt") == of_style
@@ -119,10 +121,12 @@ def test_the_other_columns_of_a_table_are_metadata_as_the_keys_of_json_lines(tmp
         read_records(write_table(tmp_path / "a.parquet", prompt=["a", "b"], tag=[None, 2]), "prompt")
 
 
+@pytest.mark.parametrize("end", ["\n", "\r"], ids=["LF", "CR"])
+@pytest.mark.parametrize("hint", ["", "sep={}"])
 @pytest.mark.parametrize(
     ("name", "separator"), [("a.csv", ","), ("a.TSV", "\t"), ("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|")]
 )
-def test_csv_and_tsv_files_give_the_column(tmp_path: Path, name: str, separator: str) -> None:
+def test_csv_and_tsv_files_give_the_column(tmp_path: Path, name: str, separator: str, hint: str, end: str) -> None:
     rows = [
         ("tag", "prompt"),
         ("1", '"one, two"'),
@@ -134,7 +138,8 @@ def test_csv_and_tsv_files_give_the_column(tmp_path: Path, name: str, separator:
     path = tmp_path / name
     if separator == "\t":
         rows = [("tag", '"prompt"'), *rows[1:]]  # then other values may have quotes that they do not need
-    path.write_text("".join(f"{separator.join(row)}\n" for row in rows), encoding="utf-8-sig")
+    lines = [hint.format(separator)] * bool(hint) + [separator.join(row) for row in rows]
+    path.write_text("".join(f"{line}{end}" for line in lines), encoding="utf-8-sig", newline="")
     assert identities(read_prompts(path)) == ["one, two", 'a "quoted" word', "NA", '12" of "snow"']
     assert identities(read_prompts(path, "tag")) == ["1", "b", "c", "d", "e"]
 
@@ -221,13 +226,18 @@ def test_error_about_a_folder_has_the_command_for_a_file_of_its_prompts(
     datasets.DatasetDict(test=rows.select([1]), train=rows).save_to_disk("two")
     for shard in range(2):
         rows.select([shard]).to_parquet(f"shards/data/train-0000{shard}-of-00002.parquet")
-    splits = dict.fromkeys(["two", "shards"], "<split>.parquet")
+        rows.select([shard]).to_parquet(f"parts/en/train-0000{shard}-of-00002.parquet")
+        rows.select([1 - shard]).to_parquet(f"parts/de/train-0000{shard}-of-00002.parquet")
+    configurations = [{"config_name": name, "data_files": f"{name}/*"} for name in ("en", "de")]
+    write(Path("parts/README.md"), "---", f"configs: {json.dumps(configurations)}", "---")
+    splits = {"two": "<split>.parquet"} | dict.fromkeys(["shards", "parts"], "<configuration>.<split>.parquet")
     for folder, ending in {"texts": "txt", "one": "parquet", **splits}.items():
         file = f"{folder}.{ending}"
         with pytest.raises(UserError, match=f"the prompt source {folder} is invalid: .* and name {file}") as error:
             read_prompts(folder)
         follow(error)
-        assert identities(read_prompts(file.replace("<split>", "train"))) == ["a cat on a mat", "fog"]
+        file = file.replace("<split>", "train").replace("<configuration>", "en" if folder == "parts" else "default")
+        assert identities(read_prompts(file)) == ["a cat on a mat", "fog"]
     write_table(Path("owner/name/data/train.parquet"), prompt=["fog"])
     with pytest.raises(UserError, match="Name a file of prompts, such as owner/name/data/train.parquet"):
         read_prompts("owner/name")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -266,9 +267,12 @@ def test_files_of_peft_and_diffusers_give_the_policy_that_saved_them(
     Flux1.pipeline_class.save_lora_weights(
         tmp_path / "diffusers", weights, transformer_lora_adapter_metadata=peft_model.peft_config["default"].to_dict()
     )
+    compiled = shutil.copytree(tmp_path / "peft", tmp_path / "compiled") / LORA_FILES[1]  # before peft wrapped it
+    names = {name: name.replace("base_model.model.", "base_model.model._orig_mod.") for name in load_file(compiled)}
+    save_file({names[name]: value for name, value in load_file(compiled).items()}, compiled)
     conditioning = saver.encode(prompts_of(PROMPTS))
     expected = Adapted(saver, {}, conditioning).velocity().detach()
-    for folder, file in zip(("diffusers", "peft"), LORA_FILES, strict=True):
+    for folder, file in zip(("diffusers", "peft", "compiled"), (*LORA_FILES, LORA_FILES[1]), strict=True):
         model = load_model(nano_folder, **exact)
         before = Adapted(model, {}, conditioning).velocity()
         trained = AdaptedTransformer(model.transformer, lora_config(alpha=5), 0)  # also on layers that are not in it

@@ -106,6 +106,8 @@ def test_incomplete_folder_raises(nano_folder: str, tmp_path: Path, part: str) -
 def test_unknown_hub_id_raises() -> None:
     with pytest.raises(UserError, match="somebody/finetune is invalid: .* black-forest-labs/FLUX.1-dev, .*hf download"):
         find_architecture("somebody/finetune", Flux1.pipeline_class)
+    with pytest.raises(UserError, match="hf download <its hub id> --include"):
+        find_architecture("./flux1-dev.safetensors", Flux1.pipeline_class)
 
 
 def test_embedded_model_is_built_from_its_config_files() -> None:

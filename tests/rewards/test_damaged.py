@@ -190,6 +190,7 @@ def of_processor(**values: Any) -> Damage:
         ("clip_folder", sets("config.json", TEXT, eos_token_id=5), "expects 5"),
         ("clip_folder", of_processor(do_center_crop=False, resample=2), "resample=2, do_center_crop=false. Set rew"),
         ("clip_folder", of_processor(size={"shortest_edge": 200}), "'shortest_edge': 200"),
+        ("clip_folder", of_processor(crop_size={"height": 112, "width": 112}), "crops images to 112 x 112 pixels, but"),
         ("hps_file", lambda folder: torch.save({"state_dict": {"run": print}}, folder / HPS), UNREADABLE),  # code
         ("hps_file", lambda folder: torch.save(NUMBER, folder / HPS), "tensors by name or under the key state_dict"),
         # open_clip would resize them
