@@ -61,6 +61,10 @@ class OutOfMemory(RuntimeError):
     """The device has no memory left, after what can be halved has been; the message has the allocator's numbers."""
 
 
+class RewardOutOfMemory(OutOfMemory):
+    """The device has no memory left for a reward; the message names it."""
+
+
 class CheckFailed(RuntimeError):
     """Faults found by a task that completed; its report lists them, the message counts them."""
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
@@ -241,6 +242,15 @@ class ConfigTree:
             is_list = "Cannot merge DictConfig with ListConfig" in str(error)
             raise UserError(f"{first_lines(error)}{_LIST_FOR_KEYS if is_list else ''}") from error
 
+    def _check_rewards(self, override: Override, options: Sequence[str]) -> None:
+        """Raise UserError for two rewards whose files have one key: Hydra would make one reward of them."""
+        names = Counter(name for option in options for name in self.compose([f"reward=[{option}]"]).reward)
+        common = self.compose(["reward=[]"]).reward
+        twice = next((name for name, count in names.items() if count > 1 and name not in common), None)
+        if twice is not None:
+            rule = f"two of their files have the key {twice}, and would be one reward"
+            raise UserError(f"{override.input_line} is invalid: {rule}. Give the entry of your own file its own name.")
+
     def jobs(self, arguments: Sequence[str], multirun: bool) -> list[DictConfig]:
         """Return the configuration of every run of a command line; for a sweep, of every combination.
 
@@ -255,6 +265,8 @@ class ConfigTree:
             options = override.value() if self.options(override.key_or_group) else None
             if isinstance(options, list) and any(options.count(option) > 1 for option in options):
                 raise UserError(f"{override.input_line} is invalid: it names an option twice. Name each once.")
+            if isinstance(options, list) and override.key_or_group == "reward" and self.own_sources:
+                self._check_rewards(override, options)
         swept = [override for override in overrides if override.is_sweep_override()]
         cfg = self.compose([str(override.input_line) for override in overrides if not override.is_sweep_override()])
         self.sweeps = multirun or cfg.hydra.mode == RunMode.MULTIRUN

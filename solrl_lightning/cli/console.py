@@ -21,6 +21,7 @@ from solrl_lightning.errors import (
     NonFiniteError,
     OutOfMemory,
     RankLost,
+    RewardOutOfMemory,
     ServerError,
     UserError,
     WriteError,
@@ -36,6 +37,7 @@ _CURES: dict[type[Exception], str] = {
     ExplorersLost: "Start the cluster again",
     RankLost: "Read its message (a rank that the system kills for its memory leaves none)",
     OutOfMemory: "Set model.gradient_checkpointing=true or a smaller model.micro_batch (task=plan prints what fits)",
+    RewardOutOfMemory: "Set a smaller model.rollout_batch, whose images are scored at once",
 }
 _NO_VARIABLE = re.compile("Environment variable '(.+?)' not found")  # of OmegaConf
 _NO_SPACE = re.compile(r"(\S+): failed to map segment from shared object(?!: Operation not permitted)")

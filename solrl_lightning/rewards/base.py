@@ -3,6 +3,7 @@
 Shapes: B images, U unique prompts.
 """
 
+import copy
 import inspect
 import math
 import traceback
@@ -14,10 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from solrl_lightning.errors import NonFiniteError, RewardError, ServerError, UserError, sentence
+from solrl_lightning.errors import NonFiniteError, RewardError, RewardOutOfMemory, ServerError, UserError, sentence
+from solrl_lightning.machine.memory import retry_with_empty_cache
 
 T = TypeVar("T")
-_NAMED = (UserError, NonFiniteError, ServerError, torch.OutOfMemoryError)  # exceptions of ``score`` that others handle
+_NAMED = (UserError, NonFiniteError, ServerError)  # exceptions of ``score`` that others handle
 Metadata = Mapping[str, Any]
 """Keys other than "prompt" of a prompt's row in its source."""
 
@@ -58,7 +60,7 @@ class Reward(ABC):
         """
         metadata = [{} for _ in prompts] if metadata is None else metadata
         check_images(self.name, images, prompts, metadata)
-        returned = self._call(self.score, images, prompts, metadata=metadata)
+        returned = self._call(self.score, images, prompts, metadata)
         count = len(prompts)
         shapes = [(count,), (count, 1), ()] if count == 1 else [(count,), (count, 1)]  # of one image, a number
         scores = numbers_of(self.name, "score", returned, *shapes).flatten().to(images.device)
@@ -73,16 +75,24 @@ class Reward(ABC):
             UserError: ``parts`` did not return a column of real numbers for each of ``part_names``.
             RewardError: ``parts`` raised an exception.
         """
-        returned = self._call(self.parts, images, prompts, metadata=[])
+        returned = self._call(self.parts, images, prompts, [])
         return numbers_of(self.name, "parts", returned, (len(images), len(self.part_names))).to(images.device)
 
-    def _call(self, method: Callable[..., Any], *args: Any, metadata: list[Metadata]) -> Any:
-        """Return what a method of the reward returns; its exceptions name the reward, and a line of its code.
+    def _call(self, method: Callable[..., Any], images: Tensor, *args: Any) -> Any:
+        """Return what a method of the reward returns for images, prompts and metadata.
 
-        No context manager of contextlib: it would raise a StopIteration, by which Lightning's loops end, as it is.
+        It gets a copy of the images, and may change it. Exceptions name the reward, and a line of its code, without a
+        context manager of contextlib: it would raise a StopIteration, by which Lightning's loops end, as it is.
         """
+        *others, metadata = args
         try:
-            return call_with_metadata(method, *args, metadata=metadata)
+            return retry_with_empty_cache(
+                lambda: call_with_metadata(method, images.clone(), *others, metadata=metadata)
+            )
+        except torch.OutOfMemoryError as error:
+            raise RewardOutOfMemory(
+                f"the device has no memory left for the reward {self.name}: {sentence(error)}"
+            ) from error
         except _NAMED:
             raise
         except Exception as error:
@@ -145,8 +155,9 @@ def numbers_of(name: str, method: str, returned: Any, *shapes: tuple[int, ...]) 
 
 
 def call_with_metadata(method: Callable[..., T], *args: Any, metadata: list[Metadata]) -> T:
-    """Call ``method(*args)``, or ``method(*args, metadata)`` if it has a parameter of that name."""
-    return method(*args, metadata) if "metadata" in inspect.signature(method).parameters else method(*args)
+    """Call ``method(*args)``, or ``method(*args, copies of metadata)`` if it has a parameter of that name."""
+    reads = "metadata" in inspect.signature(method).parameters
+    return method(*args, copy.deepcopy(metadata)) if reads else method(*args)
 
 
 def check_images(name: str, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> None:

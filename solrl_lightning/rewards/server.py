@@ -24,7 +24,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.data.input_images import as_rgb, highest_level
 from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
-from solrl_lightning.errors import NonFiniteError, RewardError, UserError, sentence
+from solrl_lightning.errors import NonFiniteError, RewardError, RewardOutOfMemory, UserError, sentence
 from solrl_lightning.rewards.weighted import WeightedRewards
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def create_app(rewards: WeightedRewards, device: torch.device, token: str, max_i
                 scores = await asyncio.to_thread(score_batch, rewards, images.to(device), batch)
         except (UserError, NonFiniteError) as error:
             raise HTTPException(422, str(error)) from error
-        except (RewardError, torch.OutOfMemoryError) as error:
+        except (RewardError, RewardOutOfMemory) as error:
             others = f" and {len(batch.prompts) - 1} more" if len(batch.prompts) > 1 else ""
             line = f"{sentence(error)} It was asked about the prompt {batch.prompts[0]!r}{others}."
             log.error("%s", line)

@@ -85,18 +85,17 @@ class WeightedRewards:
     def try_out(self, image: Tensor, prompt: Prompt) -> None:
         """Let each reward score a grey image [3, H, W] of a prompt, or raise ``UserError``."""
         for reward in self.rewards.values():
-            reward.try_out(image.clone(), prompt.text, prompt.metadata)
+            reward.try_out(image, prompt.text, prompt.metadata)
 
     def __call__(self, images: Tensor, prompts: list[Prompt]) -> Tensor:
         """Return raw scores, float32 [B, R], in the order of ``rewards``; raises as ``Reward.__call__`` does.
 
-        Each of several rewards gets its own copy of the images, which it may change in place. The scores of videos
-        [B, F, 3, H, W] are the means over their ``frames``.
+        The scores of videos [B, F, 3, H, W] are the means over their ``frames``.
         """
         if images.ndim == 5:
             return self._of_videos(images, prompts)
-        (texts, metadata), several = _columns(prompts), len(self.rewards) > 1
-        scores = [reward(images.clone() if several else images, texts, metadata) for reward in self.rewards.values()]
+        texts, metadata = _columns(prompts)
+        scores = [reward(images, texts, metadata) for reward in self.rewards.values()]
         return torch.stack(scores, dim=-1)
 
     @property

@@ -185,12 +185,11 @@ def score_images(
         NonFiniteError: an image is NaN, without ``nan_images``; the message names the prompt and the seed.
     """
     images = decode(x0)
-    raises = not nan_images and bool(images.isnan().any())  # before a reward changes them in place
     try:
         return rewards(images, prompts)
     except NonFiniteError as error:
         first = f"{error} with seed {int(seeds[error.row])}"
-        if raises:
+        if not nan_images and images.isnan().any():
             raise NonFiniteError(f"{first}. {_FIX}", error.row) from error
     scores = torch.full((len(prompts), len(rewards.rewards)), torch.nan, device=images.device)
     for row, prompt in enumerate(prompts):

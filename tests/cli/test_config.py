@@ -288,6 +288,19 @@ def test_a_file_with_the_name_of_a_packaged_option_is_an_error(tmp_path: Path) -
         pass
 
 
+def test_two_rewards_whose_files_have_one_key_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "reward").mkdir()
+    for name, key in (("soft", "shapes"), ("hard", "hard")):
+        entry = f"{key}:\n  _target_: solrl_lightning.rewards.shapes.ShapesStrict\n  weight: 2.0\n"
+        (tmp_path / "reward" / f"{name}.yaml").write_text(f"# @package reward\n{entry}")
+    with ConfigTree(str(tmp_path)) as tree:
+        for both in ("[shapes,soft]", "[soft,hard,shapes]"):
+            with pytest.raises(UserError, match=r"two of their files have the key shapes, and would be one reward"):
+                tree.jobs([f"reward={both}"], multirun=False)
+        (cfg,) = tree.jobs(["reward=[soft,hard]"], multirun=False)
+        assert set(cfg.reward) == {"pretrained", "combine", "shapes", "hard"}
+
+
 def test_a_folder_of_options_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"--config-dir={tmp_path}/mine is invalid: .* no such folder"):
         ConfigTree(config_dir=f"{tmp_path}/mine")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import solrl_lightning.rewards
 from solrl_lightning.data.prompt import Prompt
-from solrl_lightning.errors import NonFiniteError, RewardError, UserError
+from solrl_lightning.errors import NonFiniteError, RewardError, RewardOutOfMemory, UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -145,6 +145,44 @@ class Fails(Reward):
 
     def score(self, images: Tensor, prompts: list[str]) -> Any:
         return [{"a": 1.0}[prompt] for prompt in prompts]  # here
+
+
+class Changes(Reward):
+    """Changes its images and metadata in place."""
+
+    name = "changes"
+    part_names = ("mean",)
+
+    def score(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        metadata[0]["words"] = {1}
+        metadata[0]["list"].append(1)
+        return images.mul_(0.5).mean((1, 2, 3))
+
+    def parts(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return images.mul_(0.5).mean((1, 2, 3))[:, None]
+
+
+def test_a_reward_may_change_its_images_and_metadata() -> None:
+    images, metadata = torch.rand(2, 3, 4, 4), [{"list": [0]}, {"list": [0]}]
+    expected = images.mean((1, 2, 3)) / 2
+    for _ in range(2):
+        assert torch.equal(Changes()(images, ["a", "b"], metadata), expected)
+        assert torch.equal(Changes().described(images, ["a", "b"])[:, 0], expected)
+    assert metadata == [{"list": [0]}] * 2
+
+
+class Large(Reward):
+    """Has memory for no image."""
+
+    name = "large"
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_error_about_memory_names_the_reward() -> None:
+    with pytest.raises(RewardOutOfMemory, match="no memory left for the reward large: CUDA out of memory"):
+        Large()(torch.zeros(1, 3, 4, 4), ["a"])
 
 
 class Ends(Reward):
