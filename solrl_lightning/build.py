@@ -11,7 +11,6 @@ from diffusers import ModelMixin
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub_utils
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
@@ -60,7 +59,7 @@ from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Reward as Scorer
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
 from solrl_lightning.run_prompts import prompt_sets
-from solrl_lightning.targets import make
+from solrl_lightning.targets import make, make_optimizer
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
@@ -220,7 +219,7 @@ def build_rewards(reward: Reward, frames: str | int | None, device: torch.device
         for name, m in members.items()
     }
     for name, each in loaded.items():
-        each.name = name  # as errors name it
+        vars(each)["name"] = name  # as errors name it, unless its class has a property of that name
     return WeightedRewards(loaded, weights, COMBINATIONS[reward.combine], frames)
 
 
@@ -343,7 +342,7 @@ def build_model(
         transformers,
         rewards,
         objective=objective or build_objective(cfg.objective),
-        optimizer=instantiate(cfg.optimizer),
+        optimizer=make_optimizer(cfg.optimizer),
         rate_factor=make("scheduler", cfg.scheduler),
         old_decay=make("old_policy", cfg.old_policy),
         evaluation=Evaluation(

@@ -14,7 +14,6 @@ are tokens x channels. ``rollout/records.py`` has the shape and dtype of each te
 import sys
 
 import torch
-from hydra.utils import instantiate
 from torch.optim.lr_scheduler import LambdaLR
 
 from solrl_lightning.build import build_model, build_objective, build_rewards
@@ -26,6 +25,7 @@ from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Rollouts
 from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.seeds import pool_seeds
+from solrl_lightning.targets import make_optimizer
 from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.training.module import SolRLModule
 
@@ -36,7 +36,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     # Build the samplers `policy` and `merged`, and a shadow if a stage names it (cfg.samplers).
     module = build_model(cfg, device, cfg.samplers, rewards, objective=objective)
     model, transformers = module.model, module.transformers
-    optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
+    optimizer = make_optimizer(cfg.optimizer)(module.trained_parameters())
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))  # of iterations
     # Stages: explore ..., regenerate; or one. With shared_noise (dance_grpo) a prompt has one noise.
     stages = cfg.family.stages(model.sigmas, objective.solver, objective.shared_noise)

@@ -7,7 +7,7 @@ value. So an option of a class is a parameter, and nothing else.
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from functools import cache
+from functools import cache, partial
 from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -35,7 +35,7 @@ def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = obj
     positional = [*inspect.signature(target).parameters][: len(arguments)]
     check_node(key, target, node, {*positional, *options})
     try:
-        instance = instantiate(node, *arguments, **options)
+        instance = instantiate(node, *arguments, **options, _convert_="all")  # lists, not OmegaConf's
     except InstantiationException as error:
         cause: BaseException = error.__cause__ or error
         if isinstance(cause, UserError):
@@ -91,6 +91,12 @@ def check_factor(key: str, node: Any) -> None:
             f"{key}._target_={node['_target_']} is invalid: it is called with the keys beside _target_{lack} and must "
             f"return a function of the iterations done. Write def <name>(<keys>): return lambda done: <value>{fix}."
         )
+
+
+def make_optimizer(node: Any) -> partial[torch.optim.Optimizer]:
+    """Return the class of the optimiser of ``node``, which has been checked, with its keys as arguments."""
+    made: partial[torch.optim.Optimizer] = instantiate(node, _convert_="all")
+    return made
 
 
 def check_optimizer(node: Any) -> None:

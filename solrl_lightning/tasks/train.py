@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, LambdaCallback
@@ -34,6 +33,7 @@ from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.policies.tensor_digest import file_digests
 from solrl_lightning.quantization.backends import Hardware, hardware_of
 from solrl_lightning.run_prompts import prompt_sets
+from solrl_lightning.targets import make_optimizer
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
@@ -62,7 +62,7 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
     if checkpoint is not None:
         if in_place:
             check_training_prompts(cfg, prompts.train, checkpoint)
-        optimizer = instantiate(cfg.optimizer)([torch.zeros(1, 1, requires_grad=True)])
+        optimizer = make_optimizer(cfg.optimizer)([torch.zeros(1, 1, requires_grad=True)])
         for state in checkpoint["optimizer_states"]:
             check_fits(optimizer, state)
     seed_everything(cfg.seed, verbose=False)
@@ -103,7 +103,8 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         elsewhere = RaySampler(cfg, explorers, module.model, loop.pool_of)
         module.transformers = replace(module.transformers, explorers=elsewhere)
     if cfg.ckpt is not None and checkpoint is not None:
-        optimizer = keep_configured(instantiate(cfg.optimizer)(module.trained_parameters()))
+        optimizer = make_optimizer(cfg.optimizer)(module.trained_parameters())
+        keep_configured(optimizer, module.optimizer_factory.keywords)
         _check_state(cfg.ckpt, checkpoint, optimizer, loop)
     if checkpoint is not None and in_place and has_ended(checkpoint, cfg.iterations):
         loop.ends_again = end_of(folder, iterations_done(checkpoint)) is None

@@ -71,7 +71,7 @@ class SolRLModule(LightningModule):
         transformers: Transformers,
         rewards: WeightedRewards,
         objective: Objective,
-        optimizer: Callable[..., torch.optim.Optimizer],
+        optimizer: partial[torch.optim.Optimizer],
         rate_factor: Callable[[float], float],
         old_decay: Callable[[int], float],
         evaluation: Evaluation,
@@ -243,7 +243,8 @@ class SolRLModule(LightningModule):
         return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        optimizer = keep_configured(self.optimizer_factory(self.trained_parameters()))
+        optimizer = self.optimizer_factory(self.trained_parameters())
+        keep_configured(optimizer, self.optimizer_factory.keywords)
         loop: Any = self.trainer.fit_loop  # its count, as a branch may take other optimiser steps per iteration
         schedule = ConfiguredSchedule(optimizer, lambda _: self.rate_factor(loop.iterations_taken()))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -1,6 +1,6 @@
 """Restore the state of optimiser and schedule from a checkpoint, with hyper-parameters from the configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -11,14 +11,19 @@ from solrl_lightning.errors import UserError
 _CLASS = "class"  # key in the optimiser's state_dict
 
 
-def keep_configured(optimizer: Optimizer) -> Optimizer:
-    """Make ``optimizer.load_state_dict`` keep the options (lr, betas, ...) that ``optimizer`` was built with.
+def keep_configured(optimizer: Optimizer, configured: Collection[str]) -> None:
+    """Make ``optimizer.load_state_dict`` keep the ``configured`` options (lr, betas, ...) of ``optimizer``.
 
-    torch's ``load_state_dict`` restores the options together with the state. Returns ``optimizer``.
+    torch's ``load_state_dict`` restores the options together with the state. Other options are restored: some
+    optimisers, as Prodigy, keep running values there.
     """
+
+    def with_configured(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        options = {name: value for name, value in optimizer.defaults.items() if name in configured}
+        return state | {"param_groups": [optimizer.defaults | group | options for group in state["param_groups"]]}
+
     optimizer.register_state_dict_post_hook(_record_class)
-    optimizer.register_load_state_dict_pre_hook(_with_own_options)
-    return optimizer
+    optimizer.register_load_state_dict_pre_hook(with_configured)
 
 
 class ConfiguredSchedule(LambdaLR):
@@ -54,7 +59,3 @@ def check_fits(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 def _record_class(optimizer: Optimizer, state: dict[str, Any]) -> None:
     state[_CLASS] = type(optimizer).__name__
-
-
-def _with_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return state | {"param_groups": [group | optimizer.defaults for group in state["param_groups"]]}

@@ -3,7 +3,7 @@
 A stage names its sampler, one of ``names.Sampler``; ``transformers`` and ``sharding`` make them.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -49,6 +49,10 @@ class Explorers(Sampler, Protocol):
 
     precision: str
     """Of their shadow, as `Transformers.precision_backend`."""
+
+    @property
+    def costs(self) -> Mapping[str, int]:
+        """`Reward.costs` of their scores so far, as <reward>_<kind>."""
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged as ``explore/<name>`` after an iteration: a mean ``lag``, and counts to be added."""

@@ -609,6 +609,12 @@ def test_resumed_run_has_configured_optimizer_options_and_the_cost_so_far(
     assert run.recorder.cost_before == finished[0].loop.cost()
 
 
+def test_optimizer_gets_lists_of_which_a_checkpoint_can_be_made(tmp_path: Path) -> None:
+    run = train(tmp_path, "optimizer._target_=torch.optim.NAdam")
+    (state,) = torch.load(saved(run, tmp_path), weights_only=True)["optimizer_states"]
+    assert list(state["param_groups"][0]["betas"]) == [0.9, 0.999]
+
+
 def test_nan_reward_stops_run_and_names_prompt_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(tmp_path, max_epochs=1)
     nan = lambda images, prompts: images[:, 0, 0, 0] * torch.nan  # noqa: E731

@@ -24,7 +24,9 @@ def stepped(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, gradients
 
 def built(start: Tensor, **options: Any) -> tuple[nn.Parameter, torch.optim.Optimizer]:
     parameter = nn.Parameter(start.clone())
-    return parameter, keep_configured(torch.optim.AdamW([parameter], **options))
+    optimizer = torch.optim.AdamW([parameter], **options)
+    keep_configured(optimizer, options)
+    return parameter, optimizer
 
 
 def adamw_step(x: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], step: int, options: Any) -> Tensor:
@@ -51,6 +53,26 @@ def test_changed_option_applies_to_restored_state(changed: dict[str, Any]) -> No
     gradient = -GRADIENTS[2] if options.get("maximize") else GRADIENTS[2]
     expected = adamw_step(reached, gradient, moments, 3, options)
     torch.testing.assert_close(stepped(parameter, optimizer, GRADIENTS[2:]), expected)
+
+
+class Running(torch.optim.SGD):
+    """Keeps a running value among its options, as Prodigy does."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.defaults["distance"] = 1.0
+        for group in self.param_groups:
+            group["distance"] = 1.0
+
+
+def test_running_values_among_the_options_are_restored() -> None:
+    parameter = nn.Parameter(START.clone())
+    first, resumed = (Running([parameter], lr=rate) for rate in (0.1, 0.2))
+    for optimizer in (first, resumed):
+        keep_configured(optimizer, ["lr"])
+    first.param_groups[0]["distance"] = 5.0
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert (resumed.param_groups[0]["distance"], resumed.param_groups[0]["lr"]) == (5.0, 0.2)
 
 
 def test_state_of_another_optimizer_class_raises() -> None:
