@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from solrl_lightning.data.input_images import with_image
-from solrl_lightning.data.prompt import Prompt
+from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
 from solrl_lightning.data.sources import read_records
 from solrl_lightning.errors import UserError
 from solrl_lightning.seeds import permutation
@@ -65,8 +65,13 @@ def read_prompt_sets(
         ((), ()) if source is None else _unique_prompts(str(source), column, with_images, Path.cwd())
         for source in (train, held_out)
     )
-    excluded = {_normalised(prompt) for prompt in eval_prompts}
-    disjoint = [prompt for prompt in prompts if _normalised(prompt) not in excluded]
+    texts = {_normalised(prompt.text) for prompt in eval_prompts}
+    excluded = {(_normalised(prompt.text), prompt.image_digest) for prompt in eval_prompts}
+    disjoint = [
+        prompt
+        for prompt in prompts  # an image is read only if its text is held out
+        if (text := _normalised(prompt.text)) not in texts or (text, prompt.image_digest) not in excluded
+    ]
     if prompts and not disjoint:
         raise UserError(
             f"data.train={train} is invalid: all of its {len(prompts)} prompts are also in data.eval={held_out}, and "
@@ -83,29 +88,34 @@ def _unique_prompts(source: str, column: str, with_images: bool, cwd: Path) -> t
     # Blanks, control characters, and others without width (U+200B) are no text.
     read = read_records(source, column)
     rows = [row for row in read if any(unicodedata.category(character) not in _BLANK for character in row.text)]
+    notes: list[str] = []
     if with_images:
         rows = [with_image(row, source) for row in rows]
+    elif any(INPUT_IMAGE in row.metadata for row in rows):  # which rewards would take for an image that was edited
+        rows = [replace(row, metadata={k: v for k, v in row.metadata.items() if k != INPUT_IMAGE}) for row in rows]
+        notes = [f"{source}: left out {INPUT_IMAGE}, as the model edits no image"]
     # Preference tables such as Pick-a-Pic repeat a prompt many times: count equal texts before normalising them.
     times = Counter(row.identity for row in rows)
     first = {row.identity: row for row in reversed(rows)}  # the first of equal rows wins
-    unique: dict[str, Prompt] = {}
+    unique: dict[tuple[str, str | None], Prompt] = {}
     for identity in times:
         row = first[identity]
-        unique.setdefault(_normalised(row), replace(row, text=row.text.strip()))
+        unique.setdefault((_normalised(row.text), row.image), replace(row, text=row.text.strip()))
     if not unique:
         raise UserError(
             f"the prompt source {source} is invalid: it must have at least one line with text, and has none. Write one "
             "prompt a line."
         )
     repeated = len(rows) - len(unique)
-    others = {_normalised(row) for row in rows if row.metadata != first[row.identity].metadata}
+    others = {_normalised(row.identity) for row in rows if row.metadata != first[row.identity].metadata}
     of_others = f"; the first metadata of {len(others)} that have several are kept" if others else ""
-    notes = (f"{source}: dropped {repeated} repeated prompts of {len(rows)}{of_others}",) if repeated else ()
-    return tuple(unique.values()), notes
+    if repeated:
+        notes.append(f"{source}: dropped {repeated} repeated prompts of {len(rows)}{of_others}")
+    return tuple(unique.values()), tuple(notes)
 
 
-def _normalised(prompt: Prompt) -> str:
-    return unicodedata.normalize("NFC", " ".join(prompt.identity.split()).casefold())
+def _normalised(text: str) -> str:
+    return unicodedata.normalize("NFC", " ".join(text.split()).casefold())
 
 
 class PromptSchedule:

@@ -64,8 +64,9 @@ def encoder_fingerprint(folder: Path, components: Sequence[str], settings: dict[
     A hub snapshot is named by its repository and commit, a local folder by its path and its files' sizes and times.
     """
     folder = folder.resolve()
-    if folder.parent.name == "snapshots":
-        source: list[object] = [folder.parent.parent.name, folder.name]
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        source: list[object] = [repository, folder.name]
     else:
         files = sorted(file for name in components for file in (folder / name).rglob("*") if file.is_file())
         stats = [(str(file.relative_to(folder)), file.stat()) for file in files]

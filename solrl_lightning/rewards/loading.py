@@ -1,5 +1,6 @@
 """Loads reward models from a hub id or the disk and checks that every weight is used."""
 
+import math
 from os.path import expanduser
 from typing import Any
 
@@ -134,10 +135,18 @@ def _crop_to_square(key: str, processor: str, images: Any) -> CropToSquare:
     skipped = [step for step in steps if not getattr(images, step)]
     size, crop = dict(images.size), dict(images.crop_size)
     shortest = size.get("shortest_edge") or 0
-    if skipped or size.get("longest_edge") or shortest < max(crop.values()) or int(images.resample) != _BICUBIC:
+    scales = not math.isclose(images.rescale_factor, 1 / 255, rel_tol=1e-3)
+    if (
+        skipped
+        or scales
+        or size.get("longest_edge")
+        or shortest < max(crop.values())
+        or int(images.resample) != _BICUBIC
+    ):
         raise UserError(
             f"{key}={processor} is invalid: it must resize the shortest side (bicubic), crop, rescale and normalise; "
-            f"it has size={size}, crop_size={crop}, resample={int(images.resample)}"
+            f"it has size={size}, crop_size={crop}, resample={int(images.resample)}, "
+            f"rescale_factor={images.rescale_factor:.3g}"
             f"{''.join(f', {step}=false' for step in skipped)}. Set {key} to the processor of a CLIP model."
         )
     return CropToSquare(shortest, crop["height"], crop["width"], list(images.image_mean), list(images.image_std))

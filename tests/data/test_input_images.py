@@ -46,6 +46,31 @@ def test_instruction_for_two_images_is_two_prompts(folder: Path, monkeypatch: py
     assert read_prompt_sets("train.jsonl", None, with_images=True).train[1].input_image == file
 
 
+def test_held_out_prompt_has_the_same_picture_whatever_its_name(tmp_path: Path) -> None:
+    for name, colour in (
+        ("train/0.png", "red"),
+        ("train/1.png", "blue"),
+        ("train/A.png", "lime"),
+        ("train/a.png", "tan"),
+    ):
+        (tmp_path / "train").mkdir(exist_ok=True)
+        Image.new("RGB", (4, 4), colour).save(tmp_path / name)
+    (tmp_path / "test").mkdir()
+    Image.new("RGB", (4, 4), "blue").save(tmp_path / "test" / "0.png")
+    rows = [{"prompt": "make it green", "image": name} for name in ("0.png", "1.png", "A.png", "a.png")]
+    train, test = write(tmp_path / "train" / "a.jsonl", *rows), write(tmp_path / "test" / "a.jsonl", rows[0])
+    sets = read_prompt_sets(train, test, with_images=True)
+    assert [prompt.image for prompt in sets.train] == ["0.png", "A.png", "a.png"]
+    assert sets.notes == [f"{train}: dropped 1 of 4 prompts that are held out in {test}"]
+
+
+def test_input_image_of_a_row_is_left_out_where_the_model_edits_none(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"prompt": "a cat", "input_image": "/nowhere.png", "tag": "pet"})
+    sets = read_prompt_sets(file, None)
+    assert sets.train == [Prompt("a cat", {"tag": "pet"})]
+    assert sets.notes == [f"{file}: left out input_image, as the model edits no image"]
+
+
 def test_the_content_of_a_prompt_is_that_of_its_picture_and_its_metadata(folder: Path) -> None:
     def content(copy: str, colour: str, **more: Any) -> str:
         shutil.copytree(folder, folder / copy, ignore=shutil.ignore_patterns("?"))

@@ -104,6 +104,10 @@ def test_fingerprint_of_a_hub_snapshot_is_its_commit(tmp_path: Path) -> None:
     (snapshot / "text_encoder" / "model.safetensors").write_bytes(b"weights")  # downloaded later
     assert encoder_fingerprint(snapshot, ("text_encoder",), {}) == before
     assert encoder_fingerprint(snapshot.with_name("decade"), ("text_encoder",), {}) != before
+    local = shutil.copytree(snapshot, tmp_path / "ft" / "snapshots" / "latest")  # no snapshot of the hub
+    before = encoder_fingerprint(local, ("text_encoder",), {})
+    (local / "text_encoder" / "model.safetensors").write_bytes(b"trained weights")
+    assert encoder_fingerprint(local, ("text_encoder",), {}) != before
 
 
 # With several encoders, one, and one whose padding is not stored.

@@ -188,8 +188,13 @@ def of_processor(**values: Any) -> Damage:
         ("clip_folder", weights(lambda w: w.update(head=torch.ones(3))), "unexpectedly 1 tensors, such as head"),
         ("clip_folder", sets("config.json", TEXT, hidden_size=16), READ),
         ("clip_folder", sets("config.json", TEXT, eos_token_id=5), "expects 5"),
-        ("clip_folder", of_processor(do_center_crop=False, resample=2), "resample=2, do_center_crop=false. Set rew"),
+        (
+            "clip_folder",
+            of_processor(do_center_crop=False, resample=2),
+            "resample=2, rescale_factor=0.00392, do_center_crop=false. Set rew",
+        ),
         ("clip_folder", of_processor(size={"shortest_edge": 200}), "'shortest_edge': 200"),
+        ("clip_folder", of_processor(rescale_factor=1 / 127.5), "rescale_factor=0.00784. Set reward"),
         ("clip_folder", of_processor(crop_size={"height": 112, "width": 112}), "crops images to 112 x 112 pixels, but"),
         ("hps_file", lambda folder: torch.save({"state_dict": {"run": print}}, folder / HPS), UNREADABLE),  # code
         ("hps_file", lambda folder: torch.save(NUMBER, folder / HPS), "tensors by name or under the key state_dict"),
