@@ -1,6 +1,8 @@
 """Logs mean and spread of an iteration's rewards over the samples of all ranks, and how far the policy has moved."""
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -32,6 +34,8 @@ class RolloutStats(Callback):
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
+        self._costs: dict[str, float] = {}  # of the rewards, so far
+        self._costs_before: dict[str, float] = {}  # of them, in the runs that this one resumes
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = loop_of(trainer)
@@ -48,14 +52,18 @@ class RolloutStats(Callback):
         if len(names) > 1:
             each = loop.rollouts.scores.flatten(0, 1)
             self.last |= {f"reward/{name}": moments(trainer, each[:, i]).mean for i, name in enumerate(names)}
+        explorers = module_of(pl_module).transformers.explorers
+        elsewhere: Mapping[str, int] = {} if explorers is None else explorers.costs
         for name, reward in module_of(pl_module).rewards.rewards.items():
-            costs = {f"reward/{name}_{kind}": torch.tensor(float(count)) for kind, count in reward.costs.items()}
-            self.last |= {key: float(trainer.strategy.reduce(cost, reduce_op="sum")) for key, cost in costs.items()}
+            for kind, count in reward.costs.items():
+                cost = torch.tensor(float(count + elsewhere.get(f"{name}_{kind}", 0)))
+                key, of_all_ranks = f"reward/{name}_{kind}", float(trainer.strategy.reduce(cost, reduce_op="sum"))
+                self._costs[key] = self._costs_before.get(key, 0.0) + of_all_ranks
+        self.last |= self._costs
         if loop.explored is not None:
             pool = loop.explored.rewards
             finite = pool[torch.isfinite(pool)]  # selection skips candidates whose proxy reward is not finite
             self.last["explore/proxy_reward"] = moments(trainer, finite).mean
-        explorers = module_of(pl_module).transformers.explorers
         for name, value in ({} if explorers is None else explorers.metrics()).items():
             reduce_op = "mean" if name == "lag" else "sum"
             total = trainer.strategy.reduce(torch.tensor(float(value)), reduce_op=reduce_op)
@@ -64,3 +72,9 @@ class RolloutStats(Callback):
         if trainer.current_epoch == 0 and self.last["reward/zero_std_fraction"] == 1:
             log.warning("the rewards of each prompt's samples are all equal: nothing can be learnt from them")
         log_values(pl_module, self.last)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"costs": self._costs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._costs_before = dict(state_dict["costs"])

@@ -137,7 +137,9 @@ def _still_valid(tree: ConfigTree, recorded: list[Override], new: list[Override]
     keys of the former one, and then has no use for those that were added to them.
     """
     changed, added = {o.key_or_group for o in new}, {o.key_or_group for o in new if adds(o)}
-    valid = [o for o in recorded if o.key_or_group not in (added if adds(o) else changed)]
+    off = [o.key_or_group for o in new if tree.options(o.key_or_group) and o.value() == "none"]  # which reads no keys
+    replaced = (o.key_or_group in (added if adds(o) else changed) or is_subkey(o.key_or_group, *off) for o in recorded)
+    valid = [o for o, is_replaced in zip(recorded, replaced, strict=True) if not is_replaced]
     groups = [o.key_or_group for o in new if tree.options(o.key_or_group)]
     if not groups:
         return valid

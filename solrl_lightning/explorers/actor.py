@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from contextlib import suppress
 from threading import Lock
 from typing import Any
@@ -39,7 +40,8 @@ class Explorer:
         self._module = build_model(cfg, self._device, cfg.family.exploring_samplers, rewards)
         self._submit = self._module.scoring_worker().__enter__()  # for as long as the process lives
         self._weights: ray.ObjectRef | None = None  # that the sampler has
-        self._turn = Lock()
+        self._turn, self._counting = Lock(), Lock()
+        self._rewards, self._costs = rewards.rewards, Counter[str]()
 
     @ray.method(max_task_retries=-1)  # as often as Ray starts it again
     def ready(self) -> str:
@@ -48,7 +50,9 @@ class Explorer:
 
     @torch.no_grad()
     def sample(self, weights: list[Any], prompts: Any, owner: Any, seeds: Any, stage: Stage, state: Any) -> Any:
-        """Return scores [B, R], states [B, ...] and seconds of the seeds [B] of the prompts ``owner`` [B].
+        """Return scores [B, R], states [B, ...], seconds and costs of the seeds [B] of the prompts ``owner`` [B].
+
+        The costs are those of the rewards since the last answer.
 
         ``weights``: in the object store, in a list, so that Ray does not read them for every chunk. ``state``:
         [B, 1, ...], or None for the seeds' noise.
@@ -65,7 +69,18 @@ class Explorer:
             score, rewards = module.scorer(stage), module.rewards.for_training
             scores = self._submit(lambda: score(rewards, state.x0, encoded.prompts, seeds))
             seconds = time.perf_counter() - start
-        return moved((scores.result(), state if stage.with_states else None, seconds), "cpu")
+        scored = scores.result()
+        return moved((scored, state if stage.with_states else None, seconds, self._new_costs()), "cpu")
+
+    def _new_costs(self) -> Counter[str]:
+        with self._counting:
+            costs = {
+                f"{name}_{kind}": count
+                for name, reward in self._rewards.items()
+                for kind, count in reward.costs.items()
+            }
+            new, self._costs = Counter(costs) - self._costs, Counter(costs)
+        return new
 
 
 def moved(tree: Any, device: Any) -> Any:

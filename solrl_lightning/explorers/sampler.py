@@ -5,7 +5,7 @@ answers. Its weights are as of its submission: what is explored ahead has the pr
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from itertools import chain
@@ -54,6 +54,7 @@ class RaySampler:
         self.model, self._pool_of, self._explorers, self._cfg = model, pool_of, explorers, cfg
         self.batch_size = BatchSize(cfg.explorers.rollout_batch or cfg.model.rollout_batch, pad_to_size=False)
         self.version: int | None = None
+        self.costs: Counter[str] = Counter()
         self._last = cfg.family.stages(model.sigmas)[-2].end  # of exploration
         self._ahead: dict[int, tuple[int, list[Task]]] = {}  # iteration -> lag and chunks
         self._waiting: deque[Task] = deque()
@@ -103,8 +104,9 @@ class RaySampler:
         for task in tasks:
             while task.answer is None:
                 self._receive()
-            scores, state, seconds = task.answer
+            scores, state, seconds, costs = task.answer
             self._counts["explorer_seconds"] += seconds
+            self.costs += costs
             yield Chunk(task.places, moved(state, self.model.device), None, scores)
         self._send(len(self._waiting))  # nobody receives during training
 

@@ -30,7 +30,11 @@ from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 from solrl_lightning.rewards.client import Client, noise, to_png, tried_out
 
 _ALTERNATIVES = 20  # likeliest first words in an answer; the most that the API gives
-_THOUGHTS = re.compile(r"[<\[]think.*?(/think\w*[>\]]|$)", re.DOTALL | re.IGNORECASE)  # or cut off at _LONGEST
+# Qwen, Magistral, Kimi and Gemma; a chat template may have written the mark before, and _LONGEST cut off that after.
+_THOUGHTS = re.compile(
+    r".*(</think\w*>|\[/think\w*\]|◁/think▷|<channel\|>)|(<think|\[think|◁think▷|<\|channel>).*",
+    re.DOTALL | re.IGNORECASE,
+)
 _PATH = re.compile(r"(/chat/completions)?/*(?=[?#]|$)")  # the end of an address's path, before a query
 _WITHHELD = b'"content_filter"'  # reason of the end, or code of status 400, of Azure
 _LONGEST = 2048  # tokens of an answer that is read as text, most of them thoughts

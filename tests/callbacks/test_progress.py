@@ -103,7 +103,7 @@ def test_terminal_shows_one_bar_with_the_stage_that_resumes_at_its_iteration(fit
     assert trainer.fit_loop.stopwatch.on_change == []
 
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    fit(StageProgressBar(), iterations=5, resumed=trainer, enable_progress_bar=True)
+    fit(RolloutStats(), StageProgressBar(), iterations=5, resumed=trainer, enable_progress_bar=True)
     counts = re.findall(r"(\d)/5 \[", terminal.getvalue())
     assert (counts[0], counts[-1]) == ("3", "5")
 

@@ -47,9 +47,17 @@ def test_family_of_one_stage_logs_no_proxy_reward(fit, stand_in):
 
 def test_metrics_of_explorers_are_logged(fit, stand_in):
     module = stand_in.StandIn()
-    module.transformers.explorers = SimpleNamespace(metrics=lambda: {"lag": 0.75, "explorers": 3})
-    metrics = fit(RolloutStats(), module=module).callback_metrics
+    module.transformers.explorers = SimpleNamespace(
+        metrics=lambda: {"lag": 0.75, "explorers": 3}, costs={"shapes_requests": 7}
+    )
+    module.rewards.rewards["shapes"].__class__ = type("Paid", (ShapesReward,), {"costs": {"requests": 2}})
+    stats = RolloutStats()
+    metrics = fit(stats, module=module).callback_metrics
     assert (float(metrics["explore/lag"]), float(metrics["explore/explorers"])) == (0.75, 3)
+    assert float(metrics["reward/shapes_requests"]) == 9
+    resumed = RolloutStats()
+    resumed.load_state_dict(stats.state_dict())
+    assert float(fit(resumed, module=module).callback_metrics["reward/shapes_requests"]) == 18
 
 
 def test_spread_within_prompts_and_prompts_without_spread_are_logged(fit, stand_in):

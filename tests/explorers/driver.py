@@ -191,6 +191,7 @@ def test_explorers_give_the_bits_of_one_process(
                 Timer(0.5, os.kill, (process, signal.SIGKILL)).start()  # in the middle of two chunks
             assert_equal(expected, explored(cfg, module))
             metrics = sampler.metrics()
+            assert sum(sampler.costs.values()) >= expected.pool.seeds.numel()
             assert metrics["lag"] == 0 < metrics["explorer_seconds"] and metrics["explorers_lost"] == (count == 4)
             again = sampler._waiting.sent - sampler._waiting.extended
             assert again in ((1, samplers.REQUESTS) if count == 4 else (0,)), "each lost chunk once more"
@@ -353,7 +354,8 @@ def test_input_images_and_videos_are_explored_as_here(
     explorer = Explorer(cfg, __version__, os.getcwd())
     weights = [ray.put(module.policy_state("old"))]
     arguments = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), seeds.flatten(), stage, None
-    scores, state, _ = explorer.sample(weights, *ray.get(ray.put((encoded, *arguments))))
+    scores, state, _, costs = explorer.sample(weights, *ray.get(ray.put((encoded, *arguments))))
+    assert set(costs) == {"shapes_images"} and costs["shapes_images"] >= 8
     torch.testing.assert_close(scores, expected.scores.flatten(0, 1), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(state.x, expected.state.x.flatten(0, 1)) and torch.equal(state.x0, expected.x0.flatten(0, 1))
 
@@ -383,7 +385,7 @@ def test_run_whose_cluster_is_gone_says_so_and_resumes(cfg: Run, runs: Forks, tm
 
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # of a short name, as sockets need
         Thread(target=end_the_cluster, args=[folder], daemon=True).start()
-        arguments = [*SMALL, "explorers=ray", "iterations=40", "hydra.run.dir=there"]
+        arguments = [*SMALL, "explorers=ray", "explorers.count=2", "iterations=40", "hydra.run.dir=there"]
         target = "explorers/driver:with_errors_in_a_file"
         (ended,) = runs.ranks(tmp_path, [{"RAY_TMPDIR": folder}], *arguments, target=target)
     line = "error: Ray has ended here or at the head of the cluster, or this process was killed. Start it again, and "

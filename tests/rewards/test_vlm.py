@@ -117,6 +117,9 @@ def test_answer_is_read_as_text_where_there_are_no_probabilities(server: type[Se
     thoughts = ["<think>There is no doubt.</think>\nYes", "<Thinking>No.</thinking>yes", "[THINK]no[/THINK] yes"]
     server.choices = [{"message": {"content": text}} for text in thoughts]
     assert reward(server, logprobs=False)(IMAGES, PROMPTS).tolist() == [1.0, 1.0, 1.0]
+    thoughts = ["No, wait.\n</think>\nYes", "◁think▷no◁/think▷yes", "<|channel>thought\nno<channel|>yes"]
+    server.choices = [{"message": {"content": text}} for text in thoughts]  # whose mark may be in the chat template
+    assert reward(server, logprobs=False)(IMAGES, PROMPTS).tolist() == [1.0, 1.0, 1.0]
     server.choices[0]["message"]["content"] = "<think>There is no"  # cut off
     with pytest.raises(NonFiniteError):
         reward(server, logprobs=False)(IMAGES, PROMPTS)
