@@ -48,6 +48,8 @@ class RankCorrelation(Callback):
         # optimizer_step updates the old policy, so the probe must run before the first micro-batch.
         loop, iteration = loop_of(trainer), trainer.current_epoch + 1
         due = self.probe_every > 0 and trainer.current_epoch % self.probe_every == 0
+        if loop.explored is None:  # a run that this one branches from may have explored
+            self.history, self.last_kept = [], {}
         if batch_idx != 0 or loop.explored is None or not due:
             return
         proxy, seeds, prompts = loop.explored.merits[:1], loop.explored.seeds[:1], list(loop.rollouts.prompts[:1])

@@ -6,11 +6,13 @@ rank probe, sample grids), and without saving the checkpoint, because Lightning 
 
 import time
 from collections import Counter, deque
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from solrl_lightning.artifacts.run_folder import LAST
 from solrl_lightning.callbacks.common import EXTRA_STAGES, log_values, loop_of
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES, Stopwatch
 
@@ -31,6 +33,8 @@ class StageTimings(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stopwatch = loop_of(trainer).stopwatch
         self._last = self._stopwatch.seconds
+        if not trainer.strategy.broadcast((Path(trainer.default_root_dir) / LAST).is_file()):
+            self.history.clear()  # of a run with other options, from which this one branches
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started, self._first = time.perf_counter(), self._stopwatch.seconds

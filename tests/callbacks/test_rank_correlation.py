@@ -52,6 +52,13 @@ def test_resume_restores_the_history_of_probes(fit):
     assert [row["iteration"] for row in ranks.history] == [1, 2, 3]
 
 
+def test_branch_into_a_family_without_exploration_drops_the_probes(fit, stand_in):
+    ranks = RankCorrelation(probe_every=1)
+    before = fit(RankCorrelation(probe_every=1), iterations=2)
+    fit(ranks, iterations=3, resumed=before, roll_out=stand_in.RollOut(two_stages=False))
+    assert (ranks.history, ranks.last_kept) == ([], {})
+
+
 def test_the_probe_of_a_repeated_iteration_replaces_the_earlier_one(fit):
     ranks = RankCorrelation(probe_every=1)
     ranks.load_state_dict({"history": [{"iteration": 1, "spearman": 0.5}]})

@@ -64,6 +64,9 @@ def test_totals_have_every_stage_and_resume(tmp_path, run):
     expected = {"requantize": 2.0, "explore": 10.0, "train": 6.0, "evaluate": 4.0, "grid": 14.0}
     assert timings.totals() == pytest.approx(expected)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
+    _, branch = run(3, ckpt_path=tmp_path / "x.ckpt")
+    assert len(branch.history) == 1  # the medians are of its own options
+    trainer.save_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
     _, resumed = run(3, ckpt_path=tmp_path / "x.ckpt")
     assert resumed.totals() == pytest.approx({name: value * 1.5 for name, value in expected.items()})
     assert len(resumed.history) == 3
