@@ -30,6 +30,9 @@ CHECKPOINT_BYTES = 20
 """Of a trained weight: in float32 the weight, the old policy's, the average, and two moments of AdamW."""
 
 
+_OF_DDP = "module."
+
+
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write ``content`` into ``path``, as with `opened_atomically`."""
     with opened_atomically(path) as file:
@@ -101,6 +104,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
 def load_tensors(key: str, name: str, *files: str, kind: str, hint: str) -> dict[str, Tensor]:
     """Return the tensors by name of a file of safetensors, or of torch.save, maybe under the key ``state_dict``.
 
+    The prefix of a model that DistributedDataParallel has wrapped is removed.
+
     ``name`` is a file, or a folder or hub id with one of ``files``; ``key``, ``kind`` and ``hint`` as in ``fetch``.
     UserError if the file does not exist, is damaged, holds code, or holds something else than tensors.
     """
@@ -119,7 +124,8 @@ def load_tensors(key: str, name: str, *files: str, kind: str, hint: str) -> dict
             f"{key}={name} is invalid: {file} must hold tensors by name or under the key state_dict; found: {actual}. "
             f"Set {key} to the published weights. {hint}"
         )
-    return weights
+    in_ddp = all(name.startswith(_OF_DDP) for name in weights)
+    return {name.removeprefix(_OF_DDP): value for name, value in weights.items()} if in_ddp else weights
 
 
 def check_state_dict(

@@ -38,6 +38,7 @@ HPDV2_STYLES = ("anime", "concept-art", "paintings", "photo")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _TABLES = (".parquet", *_SEPARATORS)
 _JSON_LINES, _PROMPT = (".jsonl", ".ndjson"), "prompt"
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 _NEEDLESS_QUOTES = re.compile(r'(?<![^\t])"[^"\t]+"(?![^\t])')  # around a whole value without quotes and tabs
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.(parquet|jsonl|csv)$")  # as the hub names one of several files of a split
 _LINE_END = r"\r\n|\r|\n"
@@ -166,7 +167,10 @@ def _renamed(path: Path) -> str:
 def _file_of(folder: Path) -> str:
     """Return how to get a file of prompts from a folder of texts, of ``datasets``, or of files of prompts."""
     source, files = str(folder), sorted([*folder.glob("*"), *folder.glob("*/*")])
-    if len([*folder.glob("*.txt")]) > 1:
+    of_pictures = {file.parent for file in files if file.suffix.lower() in _PICTURES}  # with a caption for each
+    of_texts = [place for place in (folder, *sorted(of_pictures)) if len([*place.glob("*.txt")]) > 1]
+    if of_texts:
+        source = str(of_texts[0])
         texts = f"(' '.join(file.read_text('utf-8-sig').split()) for file in sorted(Path({source!r}).glob('*.txt')))"
         code = f"from pathlib import Path; Path({source + '.txt'!r}).write_text(chr(10).join{texts}, 'utf-8')"
         return f"Where each text in it is a prompt, run python -c {shell_quoted(code)} and name {source}.txt."
@@ -382,8 +386,8 @@ def _is_json(kind: "pyarrow.DataType") -> bool:
     if hasattr(kind, "value_type"):  # of a list or a dictionary
         return _is_json(kind.value_type)
     texts = types.is_string, types.is_large_string, types.is_string_view
-    numbers = types.is_boolean, types.is_integer, types.is_floating, types.is_decimal
-    is_scalar = any(is_kind(kind) for is_kind in (*texts, *numbers))
+    others = types.is_boolean, types.is_integer, types.is_floating, types.is_decimal, types.is_null
+    is_scalar = any(is_kind(kind) for is_kind in (*texts, *others))
     return is_scalar or isinstance(kind, JsonType)
 
 

@@ -96,7 +96,7 @@ def _problem_of_levels(cls: Any, config: Mapping[str, Any]) -> str:
     """Return what is wrong with the levels at either end of the resolution shift; empty if nothing is."""
     try:
         scheduler = cls.from_config(dict(config))
-        if "flow_shift" in scheduler.config:
+        if not isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler) and "flow_shift" in scheduler.config:
             scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=scheduler.config.flow_shift)
         for name in ("base_image_seq_len", "max_image_seq_len"):
             mu = resolution_shift(scheduler.config, scheduler.config[name])

@@ -78,7 +78,7 @@ class Wan(PipelineAdapter):
     def sigmas(self, steps: int) -> Tensor:
         """Return the levels of the pipeline's scheduler; of a multistep one, as UniPC, up to 1e-6: the first is 1."""
         scheduler = self.pipeline.scheduler
-        if "flow_shift" not in scheduler.config:
+        if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):  # its config may have UniPC's keys still
             return self.scheduler_sigmas(steps)
         uniform = np.linspace(1, 1 / scheduler.config.num_train_timesteps, steps + 1)[:-1]
         scheduler = FlowMatchEulerDiscreteScheduler(shift=scheduler.config.flow_shift)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from collections.abc import Iterator
 from datetime import datetime
 from decimal import Decimal
@@ -221,6 +222,8 @@ def test_error_about_a_folder_has_the_command_for_a_file_of_its_prompts(
     monkeypatch.chdir(tmp_path)
     write(Path("texts/1.txt"), "\ufeffa cat", "on a mat")
     write(Path("texts/2.txt"), "fog")
+    shutil.copytree("texts", "kohya/10_sks circle")
+    Path("kohya/10_sks circle/1.png").touch()
     rows = datasets.Dataset.from_dict({"prompt": ["a cat on a mat", "fog"]})
     rows.save_to_disk("one")
     datasets.DatasetDict(test=rows.select([1]), train=rows).save_to_disk("two")
@@ -231,8 +234,8 @@ def test_error_about_a_folder_has_the_command_for_a_file_of_its_prompts(
     configurations = [{"config_name": name, "data_files": f"{name}/*"} for name in ("en", "de")]
     write(Path("parts/README.md"), "---", f"configs: {json.dumps(configurations)}", "---")
     splits = {"two": "<split>.parquet"} | dict.fromkeys(["shards", "parts"], "<configuration>.<split>.parquet")
-    for folder, ending in {"texts": "txt", "one": "parquet", **splits}.items():
-        file = f"{folder}.{ending}"
+    for folder, ending in {"texts": "txt", "kohya": "txt", "one": "parquet", **splits}.items():
+        file = f"{folder if folder != 'kohya' else 'kohya/10_sks circle'}.{ending}"
         with pytest.raises(UserError, match=f"the prompt source {folder} is invalid: .* and name {file}") as error:
             read_prompts(folder)
         follow(error)
@@ -241,6 +244,15 @@ def test_error_about_a_folder_has_the_command_for_a_file_of_its_prompts(
     write_table(Path("owner/name/data/train.parquet"), prompt=["fog"])
     with pytest.raises(UserError, match="Name a file of prompts, such as owner/name/data/train.parquet"):
         read_prompts("owner/name")
+
+
+def test_key_without_any_value_leaves_the_others_of_its_structure(tmp_path: Path) -> None:
+    of = [{"answer": "green", "style": None, "tags": []}, {"answer": "cyan", "style": None, "tags": []}]
+    table = write_table(tmp_path / "a.parquet", prompt=["fog", "rain"], of=of, never=[None, None])
+    assert pyarrow.types.is_null(parquet.read_schema(table).field("of").type.field("style").type)
+    records = read_records(table, "prompt")
+    assert [record.metadata["of"]["answer"] for record in records] == ["green", "cyan"]
+    assert all("style" not in record.metadata["of"] and "never" not in record.metadata for record in records)
 
 
 ROWS = [{"prompt": "one, two", "id": "007", "of": {"day": "2024-01-01"}}, {"prompt": "b's", "id": "8", "of": {}}]

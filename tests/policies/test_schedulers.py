@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from nano import PROMPTS, load_nano, model_class
 from torch import Tensor
 
@@ -110,6 +110,19 @@ def test_honoured_settings_give_the_levels_of_the_pipeline(architecture: str, co
             theirs = levels_of_pipeline(pipeline, model.resolution, steps, **options)
             assert torch.equal(ours, theirs), (values, steps)
         assert np.all(np.diff(model.sigmas(7).numpy()) < 0), values
+
+
+def test_a_scheduler_that_was_made_from_unipc_has_its_own_shift(copied: Callable[[str], Path]) -> None:
+    folder = copied("wan")
+    pipeline = load_nano("wan", str(folder)).pipeline
+    config = {**pipeline.scheduler.config, "flow_shift": 3.0, "use_flow_sigmas": True}
+    FlowMatchEulerDiscreteScheduler.from_config(config, shift=8.0).save_pretrained(folder / "scheduler")
+    index = json.loads((folder / "model_index.json").read_text()) | {"scheduler": ["diffusers", EULER]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    assert json.loads((folder / "scheduler" / "scheduler_config.json").read_text())["flow_shift"] == 3.0
+    model = load_nano("wan", str(folder))
+    theirs = levels_of_pipeline(model.pipeline, model.resolution, 5, **model.call_options, num_frames=5)
+    assert torch.equal(model.sigmas(5), theirs)
 
 
 @pytest.mark.parametrize("model", ["sd3", "qwen_image", "wan"])  # of a fixed shift, of a dynamic one, and of UniPC

@@ -93,6 +93,13 @@ def weights(change: Callable[[dict[str, Tensor]], object]) -> Damage:
     return damage
 
 
+def in_ddp(folder: Path) -> None:
+    """As a training script of several GPUs saves it."""
+    (file,) = folder.iterdir()
+    state = torch.load(file, weights_only=True)["state_dict"]
+    torch.save({"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}}, file)
+
+
 def clip_of_transformers_4(folder: Path) -> None:
     """As openai/clip-vit-large-patch14 on the hub: sizes as numbers, the end token 2, and positions as tensors."""
     settings = json.loads((folder / "processor_config.json").read_text())["image_processor"]
@@ -145,6 +152,7 @@ LAYOUTS = [
     Layout("clip_folder"),
     Layout("clip_folder", clip_of_transformers_4, ["processor_config.json"]),
     Layout("hps_file"),
+    Layout("hps_file", in_ddp),
     Layout("aesthetic"),
     Layout("aesthetic", lambda folder: next(folder.iterdir()).rename(folder / "aesthetic-model.pth")),
     Layout("release"),
