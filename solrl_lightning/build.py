@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
 from peft import LoraConfig
@@ -38,7 +39,7 @@ from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.cli.config import ConfigTree, own_sources
-from solrl_lightning.cli.launch import advice, check_world, renew_store
+from solrl_lightning.cli.launch import advice, check_world, is_first, renew_store
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.data.prompts import PromptSchedule, PromptSets
 from solrl_lightning.errors import UserError
@@ -161,7 +162,9 @@ def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_n
     callbacks = [*callbacks_by_name.values()]
     # MetricHistory and RunSummary write the metrics and results of custom callbacks, so they come last.
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))
-    loggers = [Tracker(name, logger) for name, logger in _made_each("logger", logger_nodes, Logger).items()]
+    # Only rank 0 logs, and it alone may make a logger: several would make MLflow's database at once.
+    made = _made_each("logger", logger_nodes, Logger) if is_first() else dict.fromkeys(logger_nodes, DummyLogger())
+    loggers = [Tracker(name, logger) for name, logger in made.items()]
     # Lightning adds its own ModelCheckpoint, in the logger's folder, and its own bar where there is none.
     kinds = {"enable_checkpointing": Checkpoint, "enable_progress_bar": ProgressBar}
     has = {name: any(isinstance(callback, kind) for callback in callbacks) for name, kind in kinds.items()}

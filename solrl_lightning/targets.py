@@ -6,6 +6,7 @@ value. So an option of a class is a parameter, and nothing else.
 """
 
 import inspect
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from pkgutil import resolve_name
@@ -68,11 +69,18 @@ def locate(key: str, node: Any) -> Callable[..., Any]:
         target, reason, cause = None, sentence(error).rstrip("."), error
     if not callable(target):
         fix = "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
-        lacks = cause.name if isinstance(cause, ModuleNotFoundError) else None
-        if isinstance(cause, ImportError | SyntaxError) and not f"{name}.".startswith(f"{lacks}."):
-            fix = "Correct its module, or install what that imports."
+        if cause is not None and (place := _in_a_module(cause)):
+            reason, fix = f"{reason}, in {place}", "Correct its module, or install what that imports."
         raise UserError(f"{key}: {name} could not be made: {reason}. {fix}") from cause
     return target
+
+
+def _in_a_module(error: Exception) -> str:
+    """Return the place of the last module, outside of the import system, that raised it; empty if none ran."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
 def check_arguments(key: str, node: Any, provided: Collection[str] = ()) -> None:

@@ -14,6 +14,8 @@ from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub
 from lightning.fabric.plugins.environments import LSFEnvironment, MPIEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from nano import MAX_WORDS, save_nano
 from transformers.utils import logging as transformers_logging
 
@@ -71,7 +73,14 @@ ERRORS = {  # maker -> arguments and message
     "machine": [
         ("optimizer._target_=torch.optim.Foo", "Foo could not be made: module 'torch.optim' .* 'Foo'. Name"),
         (f"optimizer._target_={IDENTITY}", "it must be a torch.optim.optimizer.Optimizer"),
-        ("objective._target_=lacking.loss", "lacking.loss .* named 'nowhere_else'. Correct its module, or install"),
+        (
+            "objective._target_=mistaken.loss",
+            "name 'Tensor' is not defined, in .*mistaken.py, line 2. Correct its",
+        ),
+        (
+            "objective._target_=lacking.loss",
+            "lacking.loss .* named 'nowhere_else', in .*lacking.py, line 1. Correct its",
+        ),
     ],
     "trainer": [
         (f"logger.tensorboard._target_={CSV}", "that key. CSV.* takes .* with ~logger.tensorboard.default_hp"),
@@ -111,6 +120,7 @@ def test_error_names_a_part_that_cannot_be_made(
     compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maker: str, argument: str, message: str
 ) -> None:
     (tmp_path / "lacking.py").write_text("import nowhere_else\n")
+    (tmp_path / "mistaken.py").write_text("\ndef loss(images: Tensor): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     cfg = compose("trainer=cpu", argument, *(("~trainer.precision",) if argument in (PLUGIN, STRATEGY) else ()))
     rewards = partial(build_rewards, cfg.reward, cfg.model.frames, CPU)
@@ -407,3 +417,13 @@ def test_a_run_makes_its_objective_once_and_leaves_its_weights_where_they_are(
     short += "prompts_per_iteration=1 data.eval_prompts=1 callbacks.sample_grid.every=0"
     train(compose("experiment=smoke", *short.split(), f"hydra.run.dir={tmp_path}"))
     assert len(objectives) == 1
+
+
+def test_only_rank_0_makes_loggers(compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = compose("logger=csv", f"hydra.run.dir={tmp_path}")
+    for rank, kind in ((0, CSVLogger), (1, DummyLogger)):
+        monkeypatch.setattr(build, "is_first", lambda rank=rank: rank == 0)
+        (tracker,) = build_trainer(cfg.trainer, cfg.callbacks, cfg.logger).loggers
+        assert isinstance(tracker.logger, kind) and tracker.key == "csv"
+        tracker.log_hyperparams({"seed": 1})
+        tracker.log_metrics({"a": 1.0}, 1)

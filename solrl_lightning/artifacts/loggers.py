@@ -180,6 +180,8 @@ def has_wandb_key() -> bool:
 class MLflow(_Iterations, MLFlowLogger):
     """Lightning's MLFlowLogger. A run that resumes in its folder continues its page: the id is in mlflow/.run_id there.
 
+    With another tracking_uri it begins a page there.
+
     Args:
         save_dir: folder of the id and, without a tracking_uri, of the database and of the pictures.
         tracking_uri: address of a server, or None.
@@ -191,6 +193,7 @@ class MLflow(_Iterations, MLFlowLogger):
 
     def __init__(self, save_dir: str, tracking_uri: str | None, **options: Any) -> None:
         check_installed("logger=mlflow", "mlflow")
+        self._recorded = tracking_uri or ""  # with the id, as another server does not have the page
         if tracking_uri is None:  # newer versions of MLflow refuse Lightning's default, a folder of files
             folder = Path(save_dir).resolve()
             folder.mkdir(parents=True, exist_ok=True)
@@ -198,13 +201,15 @@ class MLflow(_Iterations, MLFlowLogger):
             options = {"artifact_location": folder.as_uri()} | options
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # 14 seconds; by default 7, which take 4 minutes
         self._id_file = Path(save_dir) / _RUN_ID
-        super().__init__(tracking_uri=tracking_uri, **({"run_id": _read_id(self._id_file)} | options))
+        run_id, has_uri, recorded = (_read_id(self._id_file) or "").partition("\n")
+        same = recorded == self._recorded or not has_uri  # which an older version has not recorded
+        super().__init__(tracking_uri=tracking_uri, **({"run_id": run_id if run_id and same else None} | options))
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
         """Log parameters; of a resumed run, one with another value as a tag, because MLflow keeps the first value."""
         client, run_id = self.experiment, self.run_id
-        write_atomically(self._id_file, str(run_id).encode())
+        write_atomically(self._id_file, f"{run_id}\n{self._recorded}".encode())
         client.update_run(run_id, status="RUNNING")  # which the end of a run, and of its first evaluation, has changed
         logged = client.get_run(run_id).data.params
         super().log_hyperparams({name: value for name, value in params.items() if name not in logged})

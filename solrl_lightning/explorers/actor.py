@@ -15,6 +15,7 @@ from solrl_lightning.cli.console import silence_libraries
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine import allocator
 from solrl_lightning.options.run import Run
+from solrl_lightning.rewards.addresses import TOKEN
 from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.sampling.state import concatenate, map_tensors
 
@@ -22,13 +23,16 @@ from solrl_lightning.sampling.state import concatenate, map_tensors
 class Explorer:
     """Samples and scores chunks; one is sampled while the one before is scored.
 
-    ``version``: of this package in the run's process; ``folder``: its working directory, for relative paths.
+    ``version``: of this package in the run's process; ``folder``: its working directory, for relative paths;
+    ``token``: of the servers of rewards.
     """
 
-    def __init__(self, cfg: Run, version: str, folder: str) -> None:
+    def __init__(self, cfg: Run, version: str, folder: str, token: str) -> None:
         if version != __version__:
             node = ray.util.get_node_ip_address()
             raise UserError(f"{node} has solrl-lightning {__version__}, and the run {version}. Install one on both.")
+        if token:  # the environment is that of `ray start`
+            os.environ[TOKEN] = token
         with suppress(FileNotFoundError):
             os.chdir(folder)
         silence_libraries()  # of what the next line imports

@@ -20,6 +20,7 @@ from solrl_lightning.names import AUTO
 from solrl_lightning.options.precision import Precision
 from solrl_lightning.options.run import Run
 from solrl_lightning.quantization.backends import recorded_precision
+from solrl_lightning.rewards.addresses import TOKEN
 
 _LOCAL, _GPUS = "local", "CUDA_VISIBLE_DEVICES"
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**29)}
@@ -73,7 +74,8 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         needs = options.resources.model_dump(exclude_none=True)
         needs.setdefault("num_gpus", min(1, int(ray.cluster_resources().get("GPU", 0))))
         always = {"max_restarts": -1, "max_concurrency": REQUESTS, "scheduling_strategy": "SPREAD"}
-        actor, arguments = ray.remote(Explorer).options(**needs, **always), (_options(cfg), __version__, os.getcwd())
+        arguments = _options(cfg), __version__, os.getcwd(), os.environ.get(TOKEN, "")
+        actor = ray.remote(Explorer).options(**needs, **always)
         yield [actor.remote(*arguments) for _ in range(rank, max(options.count, ranks), ranks)]
     finally:
         ray.shutdown()

@@ -96,6 +96,7 @@ class VLMReward(Reward):
         png = to_png(noise(height, width))
         key = f"reward.{self.name}"
         too_large = f"; if an image of {width} x {height} is too large for it, raise its limit"
+        too_large += f"; if it refuses log probabilities, set {key}.logprobs=false" * self.logprobs
         with tried_out(key, self.url, f" and {key}.model=<the name of its model>{too_large}"):
             answer = self._ask(_Question([png] * (1 + (INPUT_IMAGE in metadata)), prompt), retries=False)
         other = f", or {key}.logprobs={str(not self.logprobs).lower()}"

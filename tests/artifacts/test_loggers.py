@@ -133,8 +133,12 @@ def test_mlflow_continues_the_page_of_a_resumed_run_and_tags_what_has_changed(
         assert events == [(run_id, "RUNNING"), {"lr": 0.1}, ("iterations", "7")]
         events.clear()
         (file,) = tmp_path.iterdir()
-        assert file.read_text() == run_id
-        file.write_text("7b")
+        assert file.read_text() == f"{run_id}\nhttp://127.0.0.1:1"
+        file.write_text("7b")  # of an older version
+    for recorded, other in (("http://127.0.0.1:1", None), ("", "http://127.0.0.1:1"), ("http://a:1", "http://b:1")):
+        file.write_text(f"7b\n{recorded}")
+        assert MLflow(str(tmp_path), recorded or None)._run_id == "7b"
+        assert MLflow(str(tmp_path), other)._run_id == "new"
 
 
 def test_wandb_continues_the_page_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from solrl_lightning.explorers.actor import Explorer
 from solrl_lightning.explorers.cluster import explorers_of
 from solrl_lightning.explorers.sampler import RaySampler
 from solrl_lightning.options.run import Run
+from solrl_lightning.rewards.addresses import TOKEN, read_token
 from solrl_lightning.rollout.explore import Explored, run_family
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.shapes.world import eval_captions
@@ -328,7 +329,7 @@ def with_forked_workers(arguments: list[str]) -> int:
 
 @pytest.mark.parametrize("architecture", ["qwen_image_edit", "wan"])
 def test_input_images_and_videos_are_explored_as_here(
-    cfg: Run, actors: list[Any], tmp_path: Path, architecture: str
+    cfg: Run, actors: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     """Without an actor of their own: an explorer's method, with arguments that went through the object store."""
     for number, colour in enumerate(("red", "blue")):
@@ -351,7 +352,9 @@ def test_input_images_and_videos_are_explored_as_here(
     encoded, seeds = module.encode(prompts), pool_seeds(1, 0, identities(prompts), 4)
     stage, _ = cfg.family.stages(module.model.sigmas)
     expected = module.run_stage(stage, encoded, seeds)
-    explorer = Explorer(cfg, __version__, os.getcwd())
+    monkeypatch.delenv(TOKEN, raising=False)
+    explorer = Explorer(cfg, __version__, os.getcwd(), "abc")  # of the run's environment, not of `ray start`
+    assert read_token() == "abc"
     weights = [ray.put(module.policy_state("old"))]
     arguments = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), seeds.flatten(), stage, None
     scores, state, _, costs = explorer.sample(weights, *ray.get(ray.put((encoded, *arguments))))
