@@ -174,7 +174,7 @@ def check_launched(folders: str, num_nodes: object) -> None:
     if job in _INTERACTIVE and tasks > 1 and not _torchrun():
         raise UserError(
             f"SLURM_JOB_NAME={job} is invalid here: srun has started {tasks} tasks, and Lightning takes each of them "
-            "in a job of that name, as salloc gives, for a run of its own. Start them by srun env SLURM_JOB_NAME=solrl "
+            "in a job of that name, as salloc gives, for a separate run. Start them by srun env SLURM_JOB_NAME=solrl "
             "python; for one process in a shell or notebook, set SLURM_STEP_NUM_TASKS=1."
         )
     launcher, nodes = _launcher().name, num_nodes if isinstance(num_nodes, int) else 1

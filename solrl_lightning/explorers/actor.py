@@ -31,7 +31,7 @@ class Explorer:
         if version != __version__:
             node = ray.util.get_node_ip_address()
             raise UserError(f"{node} has solrl-lightning {__version__}, and the run {version}. Install one on both.")
-        if token:  # the environment is that of `ray start`
+        if token:  # an explorer has the environment of `ray start`
             os.environ[TOKEN] = token
         with suppress(FileNotFoundError):
             os.chdir(folder)
@@ -56,7 +56,7 @@ class Explorer:
     def sample(self, weights: list[Any], prompts: Any, owner: Any, seeds: Any, stage: Stage, state: Any) -> Any:
         """Return scores [B, R], states [B, ...], seconds and costs of the seeds [B] of the prompts ``owner`` [B].
 
-        The costs are those of the rewards since the last answer.
+        The rewards have these costs since the last answer.
 
         ``weights``: in the object store, in a list, so that Ray does not read them for every chunk. ``state``:
         [B, 1, ...], or None for the seeds' noise.

@@ -65,7 +65,7 @@ def test_totals_have_every_stage_and_resume(tmp_path, run):
     assert timings.totals() == pytest.approx(expected)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     _, branch = run(3, ckpt_path=tmp_path / "x.ckpt")
-    assert len(branch.history) == 1  # the medians are of its own options
+    assert len(branch.history) == 1  # without the iterations before it
     trainer.save_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
     _, resumed = run(3, ckpt_path=tmp_path / "x.ckpt")
     assert resumed.totals() == pytest.approx({name: value * 1.5 for name, value in expected.items()})
