@@ -15,6 +15,7 @@ from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
 from solrl_lightning.errors import UserError
 
 _END_OF_JPEG, _TAIL = b"\xff\xd9", 1024  # bytes
+_OF_DIFFSYNTH = "edit_image"
 _BITS_OF_TIFF, _LEVELS_16 = 258, 65535  # a tag
 _READABLE = "its picture must be whole, and no larger than Pillow reads"
 
@@ -29,6 +30,11 @@ def with_image(prompt: Prompt, source: str) -> Prompt:
     """
     name, folder = prompt.metadata.get("image"), Path(source).parent
     row = f"the prompt {prompt.text.strip()[:60]!r} of {source} is invalid"
+    if _OF_DIFFSYNTH in prompt.metadata:
+        raise UserError(
+            f"{row}: image must be the image to edit, and beside {_OF_DIFFSYNTH} it is the result, as DiffSynth-Studio "
+            f"writes it. Rename image to result, and {_OF_DIFFSYNTH} to image."
+        )
     with reading(row):
         files = (place / str(name) for place in (folder, folder / "images"))
         file = next((file for file in files if file.is_file()), None)

@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -158,7 +159,14 @@ def _renamed(path: Path) -> str:
     if path.suffix.lower() == ".gz":
         return f"Unpack it: gunzip -k {file}"
     if path.suffix.lower() == ".json":
-        read, to = f"pandas.read_json({str(path)!r}, dtype=False)", str(path.with_suffix(".jsonl"))
+        content: Any = None
+        with suppress(ValueError, RecursionError):
+            content = json.loads(path.read_bytes())
+        of_rows = isinstance(content, dict) and all(
+            isinstance(row, dict) and _PROMPT in row for row in content.values()
+        )
+        read = f"pandas.read_json({str(path)!r}, dtype=False{', orient=' + repr('index') if of_rows else ''})"
+        to = str(path.with_suffix(".jsonl"))
         code = shell_quoted(f"import pandas; {read}.to_json({to!r}, orient='records', lines=True)")
         return f"With an object a line: mv {file} {lines}. A list of objects or a table of pandas: python -c {code}"
     return f"If each line of it is a prompt, give it another name: cp {file} {text}"

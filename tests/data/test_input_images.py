@@ -92,6 +92,10 @@ KINDS = ("jpg", "png", "webp", "bmp", "gif", "tiff")
     ("row", "message"),
     [
         ({}, r"row \{\"prompt\": ..., \"image\": <file>\} of a .jsonl file .* is None, and .* has no such file"),
+        (
+            {"image": "a.jpg", "edit_image": "a.jpg"},
+            "beside edit_image it is the result, .* Rename image to result, and",
+        ),
         ({"image": 7}, "the image of this one is 7, and"),
         (
             {"image": "other.png"},

@@ -258,7 +258,10 @@ def test_key_without_any_value_leaves_the_others_of_its_structure(tmp_path: Path
 ROWS = [{"prompt": "one, two", "id": "007", "of": {"day": "2024-01-01"}}, {"prompt": "b's", "id": "8", "of": {}}]
 
 
-@pytest.mark.parametrize("content", [json.dumps(ROWS), pd.DataFrame(ROWS).to_json()])
+BY_ID = json.dumps({f"{number:05}": row for number, row in enumerate(ROWS)})
+
+
+@pytest.mark.parametrize("content", [json.dumps(ROWS), pd.DataFrame(ROWS).to_json(), BY_ID])
 def test_error_about_a_json_file_has_the_command_that_converts_it(tmp_path: Path, content: str) -> None:
     file = write(tmp_path / "o'prompts.json", content)
     with pytest.raises(UserError, match=f"the prompt file {file} is invalid") as error:
