@@ -21,6 +21,7 @@ _LOST_GAIN = 0.25  # share of the gain over the base; setbacks of healthy runs r
 _NEAR_CONSTANT = 1e-4  # std / root mean square; real rewards have 1e-2 and more, float32 noise of equal images 1e-7
 _SATURATED = 0.95  # share of samples on one extreme value
 
+_NEARER = "a larger objective.kl_weight (a smaller objective.strength with objective=ram)"
 METRICS = ("reward/mean", "train/kl", "train/drift", "train/grad_norm")
 """What the rules read of every iteration."""
 
@@ -121,7 +122,7 @@ def reward_fell(history: History, column: int, name: str, limit: float | None) -
     training = "" if rise is None else f"; the training reward {'rose' if rise > 0 else 'fell'} by {abs(rise):.4g}"
     overfits = rise is not None and rise > 0
     more = "more prompts in data.train, and a " if overfits else "a lower optimizer.lr, more prompts_per_iteration, a "
-    saw, helps = f"the held-out {name} reward {fell}{training}", f"{more}larger objective.kl_weight"
+    saw, helps = f"the held-out {name} reward {fell}{training}", f"{more}{_NEARER.removeprefix('a ')}"
     return Alarm("reward_fell", history.evaluated[-1], history.evaluated[best], saw, helps)
 
 
@@ -140,7 +141,7 @@ def watched_fell(history: History, column: int, name: str, weight: float, limit:
         return None
     best, fell = fall
     saw = f"the {name} reward, of weight {weight:g}, {fell}"
-    helps = f"a larger reward.{name}.weight, or a larger objective.kl_weight"
+    helps = f"a larger reward.{name}.weight, or {_NEARER}"
     return Alarm(f"{name}_reward_fell", history.evaluated[-1], history.evaluated[best], saw, helps)
 
 
@@ -165,7 +166,7 @@ def diversity_fell(history: History, column: int, limit: float | None) -> Alarm 
         f"the diversity of a prompt's held-out pictures fell from {float(means[0]):.4g} to {float(means[-1]):.4g}, by "
         f"{lost[-1]:.0%}"
     )
-    helps = "a look at samples/, a larger objective.kl_weight, or a lower optimizer.lr"
+    helps = f"a look at samples/, {_NEARER}, or a lower optimizer.lr"
     return Alarm("diversity_fell", history.evaluated[-1], history.evaluated[since], saw, helps)
 
 
@@ -177,7 +178,7 @@ def kl_ran_away(history: History, limit: float | None) -> Alarm | None:
         return None
     saw = f"train/kl, the distance of the policy from the base, is {values[-1]:.3g}; its limit is {limit:g}"
     since = iterations[last] if last >= 0 else 0
-    return Alarm("kl_ran_away", iterations[-1], since, saw, "a larger objective.kl_weight, or a lower optimizer.lr")
+    return Alarm("kl_ran_away", iterations[-1], since, saw, f"{_NEARER}, or a lower optimizer.lr")
 
 
 def no_drift(history: History, limit: int | None) -> Alarm | None:

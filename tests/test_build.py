@@ -176,15 +176,13 @@ def test_wandb_has_a_key_from_the_environment_or_the_netrc_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert not has_wandb_key()
+    address, other = "https://api.wandb.ai", "https://wandb.example.org"
+    assert not has_wandb_key(address)
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
-    assert has_wandb_key()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert not has_wandb_key()
+    assert has_wandb_key(address) and not has_wandb_key(other)
     monkeypatch.setenv("WANDB_API_KEY", "x")
-    assert has_wandb_key()
+    assert has_wandb_key(other)
 
 
 def test_missing_gpu_is_an_error_of_one_sentence(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,12 @@ class WandB(_Iterations, WandbLogger):
     def __init__(self, save_dir: str, offline: bool | str, **options: Any) -> None:
         check_installed("logger=wandb", "wandb")
         save_dir = options.pop("dir", save_dir)  # Lightning's logger would leave it out
-        keep = not has_wandb_key() if offline == "auto" else bool(offline)
+        if offline == "auto":  # WANDB_MODE also says where a run stays
+            import wandb
+
+            keep = "WANDB_MODE" not in os.environ and not has_wandb_key(wandb.setup().settings.base_url)
+        else:
+            keep = bool(offline)
         if keep and offline == "auto":
             log.info(
                 "logger=wandb: there is no key, so the run stays here; upload it with wandb sync %s/wandb/*", save_dir
@@ -170,11 +175,11 @@ class WandB(_Iterations, WandbLogger):
         super().log_hyperparams(params)
 
 
-def has_wandb_key() -> bool:
-    """Return whether there is a key in WANDB_API_KEY, or in the netrc file, where ``wandb login`` keeps it."""
+def has_wandb_key(address: str) -> bool:
+    """Return whether WANDB_API_KEY is set, or the netrc file of ``wandb login`` has a key for ``address``."""
     file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    return bool(os.environ.get("WANDB_API_KEY")) or (file.is_file() and f"machine {host}" in file.read_text())
+    machine = f"machine {urlsplit(address).hostname}"
+    return bool(os.environ.get("WANDB_API_KEY")) or (file.is_file() and machine in file.read_text())
 
 
 class MLflow(_Iterations, MLFlowLogger):

@@ -279,6 +279,8 @@ class ConfigTree:
                     other = f", or write {shell_quoted(f'{key}=[{value}]')} for one run of them together"
                 elif " " in value:
                     other = f", or quote a text that has a comma: {shell_quoted(f'{key}={quoted(value)}')}"
+                elif isinstance(OmegaConf.select(cfg, key), ListConfig) or key == "task.seeds":
+                    other = f", or write {shell_quoted(f'{key}=[{value}]')} for a list"
                 raise UserError(f"{line} gives several values. Add -m for a run of each{other}.")
             check_effects(cfg, overrides)
             return [cfg]
