@@ -54,11 +54,10 @@ class RolloutStats(Callback):
             self.last |= {f"reward/{name}": moments(trainer, each[:, i]).mean for i, name in enumerate(names)}
         explorers = module_of(pl_module).transformers.explorers
         elsewhere: Mapping[str, int] = {} if explorers is None else explorers.costs
-        for name, reward in module_of(pl_module).rewards.rewards.items():
-            for kind, count in reward.costs.items():
-                cost = torch.tensor(float(count + elsewhere.get(f"{name}_{kind}", 0)))
-                key, of_all_ranks = f"reward/{name}_{kind}", float(trainer.strategy.reduce(cost, reduce_op="sum"))
-                self._costs[key] = self._costs_before.get(key, 0.0) + of_all_ranks
+        for name, count in module_of(pl_module).rewards.costs.items():
+            cost = torch.tensor(float(count + elsewhere.get(name, 0)))
+            key, of_all_ranks = f"reward/{name}", float(trainer.strategy.reduce(cost, reduce_op="sum"))
+            self._costs[key] = self._costs_before.get(key, 0.0) + of_all_ranks
         self.last |= self._costs
         if loop.explored is not None:
             pool = loop.explored.rewards

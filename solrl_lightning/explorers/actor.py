@@ -45,7 +45,7 @@ class Explorer:
         self._submit = self._module.scoring_worker().__enter__()  # for as long as the process lives
         self._weights: ray.ObjectRef | None = None  # that the sampler has
         self._turn, self._counting = Lock(), Lock()
-        self._rewards, self._costs = rewards.rewards, Counter[str]()
+        self._rewards, self._costs = rewards, Counter[str]()
 
     @ray.method(max_task_retries=-1)  # as often as Ray starts it again
     def ready(self) -> str:
@@ -78,12 +78,8 @@ class Explorer:
 
     def _new_costs(self) -> Counter[str]:
         with self._counting:
-            costs = {
-                f"{name}_{kind}": count
-                for name, reward in self._rewards.items()
-                for kind, count in reward.costs.items()
-            }
-            new, self._costs = Counter(costs) - self._costs, Counter(costs)
+            costs = Counter(self._rewards.costs)
+            new, self._costs = costs - self._costs, costs
         return new
 
 

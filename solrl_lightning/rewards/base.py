@@ -78,16 +78,15 @@ class Reward(ABC):
         returned = self._call(self.parts, images, prompts, [])
         return numbers_of(self.name, "parts", returned, (len(images), len(self.part_names))).to(images.device)
 
-    def _call(self, method: Callable[..., Any], images: Tensor, *args: Any) -> Any:
+    def _call(self, method: Callable[..., Any], images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Any:
         """Return what a method of the reward returns for images, prompts and metadata.
 
         It gets a copy of the images, and may change it. Exceptions name the reward, and a line of its code, without a
         context manager of contextlib: it would raise a StopIteration, by which Lightning's loops end, as it is.
         """
-        *others, metadata = args
         try:
             return retry_with_empty_cache(
-                lambda: call_with_metadata(method, images.clone(), *others, metadata=metadata)
+                lambda: call_with_metadata(method, images.clone(), prompts, metadata=metadata)
             )
         except torch.OutOfMemoryError as error:
             raise RewardOutOfMemory(

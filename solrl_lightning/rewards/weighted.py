@@ -76,6 +76,12 @@ class WeightedRewards:
         trained.name = self.name
         return trained
 
+    @property
+    def costs(self) -> dict[str, int]:
+        """`Reward.costs` of all rewards, as <reward>_<kind>."""
+        each = ((name, reward.costs.items()) for name, reward in self.rewards.items())
+        return {f"{name}_{kind}": count for name, costs in each for kind, count in costs}
+
     def check_prompts(self, prompts: list[Prompt]) -> None:
         """Raise ``UserError`` for a prompt that one of the rewards cannot score."""
         texts, metadata = _columns(prompts)
