@@ -82,7 +82,7 @@ def _opened(file: str, size: int) -> ImageFont.FreeTypeFont:
 @cache
 def _box() -> str:
     log.warning(
-        "no font of this machine has some characters of the prompts, which are boxes in pictures; fonts-noto-cjk and "
-        "fonts-noto-color-emoji are packages of Debian and Ubuntu"
+        "no font of this machine has some characters of the prompts, which are boxes in pictures; fonts-noto-core, "
+        "fonts-noto-cjk and fonts-noto-color-emoji are packages of Debian and Ubuntu"
     )
     return _FONT

@@ -313,7 +313,7 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
     records: list[Prompt] = []
     line = 1 + before  # on which the row begins
     try:
-        names = next(rows, [])
+        names = [name.strip() for name in next(rows, [])]
         _check_column(names, column, str(path), _name_columns(path, names, column, separator))
         place = names.index(column)
         line = rows.line_num + 1 + before

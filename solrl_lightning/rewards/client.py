@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FAILURE = re.compile(rb'"finish_reason": ?"error"')  # of a chat completion with status 200, as OpenRouter's
-_RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
+_RETRIED = (408, 409, 425, 429, *range(500, 600))  # statuses of a server or proxy that may answer later
 _MAX_BACKOFF, _MAX_RETRY_AFTER = 60, 600  # seconds
 _SHOWN = 300  # characters of an answer in a message
 _CHUNK, _LONGEST = 2**16, 2**24  # bytes of an answer that are read at once, and at all

@@ -56,6 +56,7 @@ class VLMReward(Reward):
         timeout: seconds without an answer, or from its first to its last byte, after which a request has failed.
         retries: attempts after the first one.
         backoff: seconds; retry n waits backoff * 2 ** (n - 1), at most 60, and the first one not at all.
+        extra_body: keys of every request, in place of those of the same name; null leaves one out.
 
     Raises:
         UserError: ``url`` is no address, or has a password; the token in the environment has other characters.
@@ -75,9 +76,11 @@ class VLMReward(Reward):
         timeout: Positive = 120.0,
         retries: CountOrZero = 8,
         backoff: NotNegative = 1.0,
+        extra_body: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(device)
         check_url("url", url)
+        self.extra_body = extra_body or {}
         self.url, self.model, self.question, self.logprobs = url, model, question, logprobs
         self.answers = {normal(answer): float(value) for answer, value in answers.items()}
         self.concurrency = concurrency
@@ -97,6 +100,7 @@ class VLMReward(Reward):
         key = f"reward.{self.name}"
         too_large = f"; if an image of {width} x {height} is too large for it, raise its limit"
         too_large += f"; if it refuses log probabilities, set {key}.logprobs=false" * self.logprobs
+        too_large += f"; if it refuses another key, leave it out with +{key}.extra_body.<name>=null"
         with tried_out(key, self.url, f" and {key}.model=<the name of its model>{too_large}"):
             answer = self._ask(_Question([png] * (1 + (INPUT_IMAGE in metadata)), prompt), retries=False)
         other = f", or {key}.logprobs={str(not self.logprobs).lower()}"
@@ -137,6 +141,7 @@ class VLMReward(Reward):
         body |= {"temperature": 0, "max_tokens": 1 if self.logprobs else _LONGEST}
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": _ALTERNATIVES}
+        body = {name: value for name, value in (body | self.extra_body).items() if value is not None}
         server = f"the server {self.url}, asked about the prompt {prompt!r},"
         rule = "a chat completion"
         if self.logprobs:

@@ -116,7 +116,7 @@ def test_the_other_columns_of_a_table_are_metadata_as_the_keys_of_json_lines(tmp
     first, second = read_records(lines, "prompt")
     of_style = [Prompt(first.text, {**first.metadata, "style": "oil"}), second]
     assert read_records(write_table(tmp_path / "a.parquet", **columns), "prompt") == of_style
-    table = write(tmp_path / "a.csv", ",tag,prompt,seed", "0,mood,fog,", "1,,rain,3")
+    table = write(tmp_path / "a.csv", ",tag, prompt,seed", "0,mood,fog,", "1,,rain,3")
     assert read_records(table, "prompt") == [Prompt("fog", {"tag": "mood"}), Prompt("rain", {"seed": "3"})]
     with pytest.raises(UserError, match="a.parquet row 1 is invalid: the column tag must hold strings; got 2. Rename"):
         read_records(write_table(tmp_path / "a.parquet", prompt=["a", "b"], tag=[None, 2]), "prompt")

@@ -148,6 +148,8 @@ def test_requests_run_at_the_same_time_up_to_the_concurrency(server: type[Server
     ("failure", "retries"),
     [
         (reply("busy", 429), 2),
+        (reply("late", 408), 2),
+        (reply("unreachable", 522), 2),  # of Cloudflare
         (reply("busy", 500), 2),
         (BUSY, 2),
         (LATE, 1),

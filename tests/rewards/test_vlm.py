@@ -96,6 +96,13 @@ def test_score_is_the_probability_of_yes_among_the_answers(server: type[Server])
     assert by_place[1].items() >= keys.items()
 
 
+def test_extra_body_replaces_keys_of_a_request_and_null_leaves_one_out(server: type[Server]) -> None:
+    extra = {"max_tokens": None, "max_completion_tokens": 4, "temperature": 1, "provider": {"sort": "price"}}
+    reward(server, extra_body=extra)(IMAGES[:1], PROMPTS[:1])
+    keys = {"model": "judge", "max_completion_tokens": 4, "temperature": 1, "provider": {"sort": "price"}}
+    assert server.requests[0].items() >= keys.items() and "max_tokens" not in server.requests[0]
+
+
 @pytest.mark.parametrize("path", ["/v1/?api-version=1", "/v1/chat/completions?api-version=1", "/v1//"])
 def test_address_keeps_its_query(server: type[Server], path: str) -> None:
     judge = VLMReward(f"{server.url}{path}", "judge", QUESTION, {"yes": 1.0, "no": 0.0})
