@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
-from solrl_lightning.artifacts.loggers import Tracker
+from solrl_lightning.artifacts.loggers import Tracker, keep_earlier_file
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
@@ -59,6 +59,7 @@ from solrl_lightning.policies.tensor_digest import file_digests
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Reward as Scorer
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
+from solrl_lightning.rollout.scoring_worker import worker_of
 from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.targets import make, make_optimizer
 from solrl_lightning.training.evaluation import Evaluation
@@ -89,7 +90,7 @@ def instantiate_trainer(node: TrainerNode, **options: Any) -> Trainer:
     try:
         trainer: Trainer = make("trainer", node, **options)
     except UserError as error:
-        cause = error.__cause__ and error.__cause__.__cause__
+        cause = error.__cause__
         if not isinstance(cause, MisconfigurationException | RuntimeError):
             raise
         reason = " ".join(str(cause).split()).rstrip(".")
@@ -164,6 +165,8 @@ def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_n
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))
     # Only rank 0 logs, and it alone may make a logger: several would make MLflow's database at once.
     made = _made_each("logger", logger_nodes, Logger) if is_first() else dict.fromkeys(logger_nodes, DummyLogger())
+    for logger in made.values():
+        keep_earlier_file(logger)
     loggers = [Tracker(name, logger) for name, logger in made.items()]
     # Lightning adds its own ModelCheckpoint, in the logger's folder, and its own bar where there is none.
     kinds = {"enable_checkpointing": Checkpoint, "enable_progress_bar": ProgressBar}
@@ -238,7 +241,8 @@ def build_tried_rewards(reward: Reward, model: Model, prompts: PromptSets, devic
         log.info("%s", note)
     rewards.check_prompts([*prompts.train, *prompts.eval])
     grey = torch.full((3, model.resolution, model.resolution), 0.5, device=device)
-    rewards.try_out(grey, [*prompts.train, *prompts.eval][0])
+    with worker_of(device)() as submit:  # in the thread that will score
+        submit(partial(rewards.try_out, grey, [*prompts.train, *prompts.eval][0])).result()
     return rewards
 
 

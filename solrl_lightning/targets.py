@@ -36,12 +36,13 @@ def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = obj
     positional = [*inspect.signature(target).parameters][: len(arguments)]
     check_node(key, target, node, {*positional, *options})
     try:
-        instance = instantiate(node, *arguments, **options, _convert_="all")  # lists, not OmegaConf's
-    except InstantiationException as error:
-        cause: BaseException = error.__cause__ or error
+        # Lists, not OmegaConf's; of the arguments, Hydra would make dataclasses other objects.
+        instance = instantiate(node, _partial_=True, _convert_="all")(*arguments, **options)
+    except Exception as error:
+        cause = error.__cause__ or error if isinstance(error, InstantiationException) else error
         if isinstance(cause, UserError):
             raise cause from None
-        reason = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
+        reason = " ".join(str(cause).split()).rstrip(".?")
         if inspect.isabstract(target):
             fix = f"Define {', '.join(sorted(target.__abstractmethods__))} in it."  # type: ignore[attr-defined]
         elif isinstance(cause, TypeError):  # Python's, about arguments
@@ -51,7 +52,7 @@ def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = obj
             )
         else:
             fix = f"Correct the values below {key}."
-        raise UserError(f"{key}: {node['_target_']} could not be made: {reason}. {fix}") from error
+        raise UserError(f"{key}: {node['_target_']} could not be made: {reason}. {fix}") from cause
     if not isinstance(instance, kind):
         raise UserError(f"{key}: {node['_target_']} is invalid: it must be a {kind.__module__}.{kind.__qualname__}.")
     return instance
@@ -110,7 +111,7 @@ def make_optimizer(node: Any) -> partial[torch.optim.Optimizer]:
 def check_optimizer(node: Any) -> None:
     """Raise UserError for an optimiser that cannot be made."""
     lora, kind = torch.nn.Parameter(torch.zeros(2, 2)), torch.optim.Optimizer
-    make("optimizer", node, [lora], _partial_=False, takes="a list of parameters", kind=kind)
+    make("optimizer", node, [lora], takes="a list of parameters", kind=kind)
 
 
 def check_objective(node: Any, steps: int, scale: float) -> None:

@@ -1,8 +1,10 @@
 """From a configuration to objects: what a user's own classes and this machine's devices can get wrong."""
 
+import dataclasses
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub
 from lightning.fabric.plugins.environments import LSFEnvironment, MPIEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from nano import MAX_WORDS, save_nano
@@ -38,6 +40,7 @@ from solrl_lightning.machine import allocator, attention
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rollout.scoring_worker import background_worker
 from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.tasks.train import train
 
@@ -148,6 +151,29 @@ def test_a_callback_of_ones_own_precedes_those_that_write_what_it_logs(compose: 
     kinds = [type(callback).__name__ for callback in trainer_of(compose("trainer=cpu", mine)).callbacks]
     place = kinds.index("LambdaCallback")
     assert kinds[place : place + 3] == ["LambdaCallback", "MetricHistory", "RunSummary"]
+
+
+@dataclasses.dataclass
+class Dataclass(Callback):
+    every: int = 1
+
+
+def test_a_callback_may_be_a_dataclass(compose: Compose) -> None:
+    trainer = trainer_of(compose("trainer=cpu", f"+callbacks.mine={{_target_:{__name__}.Dataclass,every:2}}"))
+    assert Dataclass(2) in trainer.callbacks
+
+
+@pytest.mark.parametrize("version", ["null", "all", "''", "3"])
+def test_a_logger_keeps_the_file_of_an_earlier_part(compose: Compose, tmp_path: Path, version: str) -> None:
+    for step in range(3):
+        plain = f"+logger.own={{_target_:{CSV},save_dir:'{tmp_path}',name:own,version:{version}}}"
+        options = f"hydra.run.dir={tmp_path}", "logger=csv", f"+logger.csv.version={version}", plain
+        for tracker in trackers_of(trainer_of(compose("trainer=cpu", *options))):
+            tracker.log_metrics({"a": 1.0}, step)
+            tracker.save()
+    for name in ("csv", "own"):
+        files = [*tmp_path.glob(f"{name}/**/metrics.csv")]
+        assert sorted(file.read_text().splitlines()[1] for file in files) == ["1.0,0", "1.0,1", "1.0,2"]
 
 
 def test_loggers_are_composed_by_name(compose: Compose) -> None:
@@ -415,6 +441,23 @@ def test_a_run_makes_its_objective_once_and_leaves_its_weights_where_they_are(
     short += "prompts_per_iteration=1 data.eval_prompts=1 callbacks.sample_grid.every=0"
     train(compose("experiment=smoke", *short.split(), f"hydra.run.dir={tmp_path}"))
     assert len(objectives) == 1
+
+
+class MainThread(Reward):
+    """Scores in the thread in which it was made, as a connection of sqlite allows."""
+
+    def score(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("in another thread")
+        return images.mean((1, 2, 3))
+
+
+def test_rewards_are_tried_in_the_thread_that_will_score(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = compose("~reward.shapes", f"+reward.mine={{_target_:{__name__}.MainThread,weight:1.0}}")
+    build_tried_rewards(cfg.reward, cfg.model, prompt_sets(cfg), CPU)
+    monkeypatch.setattr(build, "worker_of", lambda device: partial(background_worker, device))  # as of a GPU
+    with pytest.raises(UserError, match="the reward mine raises RuntimeError in .*in another thread"):
+        build_tried_rewards(cfg.reward, cfg.model, prompt_sets(cfg), CPU)
 
 
 def test_only_rank_0_makes_loggers(compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,11 @@ def _is_of_machine(error: BaseException) -> bool:
 
 
 @contextmanager
-def reading(named: str, by: str = "solrl_lightning") -> Iterator[None]:
-    """Raise UserError, which begins with ``named``, for any error of libraries that read files or compute with them.
+def reading(named: str, by: str = "solrl_lightning", fix: str = "Download or save it again, whole.") -> Iterator[None]:
+    """Raise UserError for any error of libraries that read files or compute with them.
 
-    Errors of the program itself, and of memory, disk and GPU, pass, and so do all errors if ``by``, the module or class
-    that reads, is custom: its author needs the traceback.
+    It begins with ``named`` and ends with ``fix``. Errors of the program itself, and of memory, disk and GPU, pass, and
+    so do all errors if ``by``, the module or class that reads, is custom: its author needs the traceback.
     """
     try:
         yield
@@ -49,8 +49,7 @@ def reading(named: str, by: str = "solrl_lightning") -> Iterator[None]:
             raise UserError(f"{named}: a package is missing: {' '.join(str(causes[-1]).split())}") from error
         reason = f"{type(causes[-1]).__name__}: {sentence(causes[-1]).partition('. ')[0].rstrip('.')}"
         raise UserError(
-            f"{named}: a file is missing or damaged, or its parts do not fit together ({reason}). Download or save it "
-            "again, whole."
+            f"{named}: a file is missing or damaged, or its parts do not fit together ({reason}). {fix}"
         ) from error
 
 

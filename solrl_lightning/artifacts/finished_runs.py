@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 def finished_runs(pattern: str) -> tuple[list[Run], dict[str, str]]:
     """Return the finished runs that a glob matches, and why each other one is left out. UserError if none is."""
-    matches = [Path(match) for match in glob.glob(pattern)]
+    matches = [Path(match) for match in ([pattern] if Path(pattern).exists() else glob.glob(pattern))]
     folders = [folder for folder in matches if any((folder / mark).exists() for mark in _RUN_MARKS)]
     # Numbers in names are in numerical order.
     folders.sort(key=lambda folder: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(folder))])

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
@@ -129,7 +130,13 @@ class TensorBoard(_Iterations, TensorBoardLogger):
 
 
 class CSV(_Iterations, CSVLogger):
-    """Lightning's CSVLogger. A resumed run writes another ``version_<n>``, because Lightning deletes an old file."""
+    """Lightning's CSVLogger."""
+
+
+def keep_earlier_file(logger: Logger) -> None:
+    """Let a CSVLogger write another ``version_<n>`` where its folder has a file, which Lightning would delete."""
+    if isinstance(logger, CSVLogger) and Path(logger.log_dir, ExperimentWriter.NAME_METRICS_FILE).exists():
+        logger._version = None
 
 
 class WandB(_Iterations, WandbLogger):

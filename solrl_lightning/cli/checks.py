@@ -117,7 +117,7 @@ def check_needs(options: Run) -> None:
     if isinstance(task, Compare):
         finished_runs(task.runs)
     if isinstance(task, Serve):
-        check_served(options.reward.members, task.host, task.port)
+        check_served(options.reward.members, options.reward.combine, task.host, task.port)
     if isinstance(task, Export) and task.push is not None:
         check_push(task.push)
     if any(member["_target_"] in (HTTP, VLM) for member in options.reward.members.values()):

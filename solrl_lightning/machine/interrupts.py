@@ -1,6 +1,7 @@
 """Ctrl-C while a program loads its libraries ends it without a traceback; importing this module begins that time.
 
-A terminal that is closed and a limit of CPU seconds end it as SIGTERM does.
+A terminal that is closed and a limit of CPU seconds end it as SIGTERM does. A process that a reward or a callback
+forks, as multiprocessing does, dies of SIGTERM: the handler of a run would ask for the run's end there.
 """
 
 import errno
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from types import FrameType
 from typing import Any, TextIO
 
@@ -23,6 +25,13 @@ def restore() -> None:
     """
     if _IN_MAIN:
         signal.signal(signal.SIGINT, signal.default_int_handler if _HANDLER is signal.SIG_IGN else _HANDLER)
+    if hasattr(os, "register_at_fork"):  # which Windows lacks
+        # Blocked until then, a signal that comes at once kills, too.
+        number, mask = signal.SIGTERM, signal.pthread_sigmask
+        os.register_at_fork(before=partial(mask, signal.SIG_BLOCK, {number}))
+        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+        unblock = partial(mask, signal.SIG_UNBLOCK, {number})
+        os.register_at_fork(after_in_parent=unblock, after_in_child=unblock)
     for name in ("SIGHUP", "SIGXCPU") if _IN_MAIN and sys.platform != "win32" else ():
         if signal.getsignal(signal.Signals[name]) == signal.SIG_DFL:
             signal.signal(signal.Signals[name], _terminate)

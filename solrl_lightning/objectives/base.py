@@ -180,7 +180,7 @@ def check_loss(objective: Objective, loss: Any, rows: int) -> Loss:
     """Return ``loss``, the result of ``objective`` for a micro-batch of so many rows.
 
     Raises:
-        UserError: it is no `Loss`, or has no value with a gradient per row.
+        UserError: it is no `Loss`, has no value with a gradient per row, or a metric with the name of another.
     """
     losses = getattr(loss, "per_sample", loss)
     has_values = isinstance(losses, Tensor) and losses.shape == (rows,) and losses.requires_grad
@@ -190,6 +190,8 @@ def check_loss(objective: Objective, loss: Any, rows: int) -> Loss:
         if isinstance(losses, Tensor):
             got += f" {list(losses.shape)} {'with' if losses.requires_grad else 'without'} gradients"
         raise _invalid(objective, rule, got)
+    if taken := loss.metrics.keys() & {"loss", "grad_norm"}:
+        raise _invalid(objective, "its metrics must have other names than loss and grad_norm", ", ".join(taken))
     return loss
 
 

@@ -10,6 +10,7 @@ import torch
 from diffusers import FluxPipeline
 from torch import Tensor, nn
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.schedulers import FLOW_MATCHING
@@ -31,6 +32,11 @@ class Flux1(PipelineAdapter):
 
     def __init__(self, pretrained: str, resolution: int, *, guidance: float, **others: Any) -> None:
         super().__init__(pretrained, resolution, **others)
+        if guidance != 1 and not self.transformer.config.guidance_embeds:
+            raise UserError(
+                f"model.guidance={guidance} is invalid: it is the value of a guidance embedding, which the transformer "
+                f"of {pretrained} does not have. Set model.guidance=1."
+            )
         self.guidance = guidance
         side = resolution // self.pixels_per_token
         channels = self.transformer.config.in_channels

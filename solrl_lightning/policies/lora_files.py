@@ -35,6 +35,7 @@ _OF_TEXT_ENCODERS = re.compile(r"text_encoder|lora_te|clip_[lg]\.|t5")
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")  # which leave the base weights as they are
 _COMPILED = "_orig_mod."  # of a transformer that torch.compile has wrapped
 _FIX = "Name a LoRA of this model."
+_RENAME = "Name one in the names of diffusers, or of peft."
 
 
 def read_lora_file(
@@ -75,10 +76,12 @@ def read_lora_file(
     state = _in_names_of(shapes, tensors)
     if state is None:
         cannot = f"{min(tensors)} is in the names of no layer of {type(transformer).__name__}, and diffusers cannot"
-        with reading(f"{named}: {cannot} convert it"):  # its converters check little
+        with reading(f"{named}: {cannot} convert it", fix=_RENAME):  # its converters check little
             converted = pipeline_class.lora_state_dict(dict(tensors))
         state = {name.removeprefix(_PREFIXES[0]): value for name, value in converted.items()}
         named += ": by the names to which diffusers converts its own"  # some it drops or gives to another layer
+        if (rows := _rows(state)) < _rows(tensors):  # of a B that is several layers, each gets some
+            raise UserError(f"{named}, it keeps {rows} of {_rows(tensors)} outputs, so it leaves layers out. {_RENAME}")
     elif of_peft and not beside.is_file():
         raise UserError(
             f"{named}: {beside}, which has the alpha of its layers, is missing. Name a folder that peft saved."
@@ -141,6 +144,12 @@ def _in_names_of(layers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
         if len(names) == len(tensors) and all(match and match["layer"] in layers for match in matches):
             return {short: tensors[name] for name, short in names.items()}
     return None
+
+
+def _rows(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of outputs of all layers together."""
+    matches = ((_WEIGHT.fullmatch(name), value) for name, value in tensors.items())
+    return sum(len(value) for match, value in matches if match and _FACTORS[match["factor"]] == "B")
 
 
 def _checked(

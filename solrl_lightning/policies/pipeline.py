@@ -206,6 +206,9 @@ class PipelineAdapter(ABC):
         scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu)
         return scheduler.sigmas.float()
 
+    euler_shift: float | None = None
+    """Shift of the Euler levels from 1 to 0 that take the place of the pipeline's scheduler; None if it is taken."""
+
     # A subclass may override these. By default latents are the autoencoder's [C, H, W], scaled and shifted by numbers
 
     @property

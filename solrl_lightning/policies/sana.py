@@ -43,9 +43,14 @@ class Sana(PipelineAdapter):
         self.flow_shift = flow_shift
 
     @property
+    def euler_shift(self) -> float:  # type: ignore[override]
+        """As published; the pipeline's scheduler has several steps, and shift 3."""
+        return self.flow_shift
+
+    @property
     def call_options(self) -> dict[str, Any]:
-        """As in the base class, without the text that the pipeline puts before a prompt."""
-        return super().call_options | {"complex_human_instruction": None}
+        """As in the base class, without the text before a prompt, and without another size that is then resized."""
+        return super().call_options | {"complex_human_instruction": None, "use_resolution_binning": False}
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """Return ``prompt_embeds`` [P, L, D] of Gemma and ``prompt_mask`` int64 [P, L], which is 0 at padding."""
@@ -63,7 +68,7 @@ class Sana(PipelineAdapter):
         return super().embedding_like() | {"prompt_mask": mask}
 
     def sigmas(self, steps: int) -> Tensor:
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=self.flow_shift)
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=self.euler_shift)
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
         return scheduler.sigmas.float()
 

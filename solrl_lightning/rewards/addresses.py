@@ -35,12 +35,17 @@ def check_url(key: str, url: object) -> None:
         )
 
 
-def check_served(rewards: Mapping[str, Mapping[str, Any]], host: str, port: int) -> None:
+def check_served(rewards: Mapping[str, Mapping[str, Any]], combine: str, host: str, port: int) -> None:
     """Raise ``UserError`` if task=serve cannot serve the rewards at its address, or must not without a token."""
     if posting := [name for name, member in rewards.items() if member["_target_"] == HTTP]:
         raise UserError(
             f"reward.{posting[0]} is invalid with task=serve: a server of its own scores that reward. Choose another "
             "reward."
+        )
+    if combine != "sum":
+        raise UserError(
+            f"reward.combine={combine} is invalid with task=serve: it compares the candidates of a prompt, and an "
+            "answer has one number for an image. Leave it out here, and set it for the run, with a server a reward."
         )
     check_installed("task=serve", "fastapi", "uvicorn", of="solrl-lightning[serve]")
     token = read_token()

@@ -96,8 +96,8 @@ class Reward(ABC):
             raise
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
-            source = inspect.unwrap(type(self).score).__code__.co_filename  # there is one in a notebook, too
-            left = ([frame for frame in frames if frame.filename == source] or frames)[-1]
+            code = getattr(inspect.unwrap(type(self).score), "__code__", None)  # a decorated one may have none
+            left = ([frame for frame in frames if code and frame.filename == code.co_filename] or frames)[-1]
             raise RewardError(
                 f"the reward {self.name} raises {type(error).__name__} in {left.filename}, line {left.lineno}: "
                 f"{sentence(error)}"

@@ -24,7 +24,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.data.input_images import as_rgb, highest_level
 from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
-from solrl_lightning.errors import NonFiniteError, RewardError, RewardOutOfMemory, UserError, sentence
+from solrl_lightning.errors import RewardError, RewardOutOfMemory, UserError, sentence
 from solrl_lightning.rewards.weighted import WeightedRewards
 
 log = logging.getLogger(__name__)
@@ -56,20 +56,20 @@ def create_app(rewards: WeightedRewards, device: torch.device, token: str, max_i
         return {"status": "ok", "reward": rewards.name}
 
     @app.post("/score")
-    async def score(request: Request) -> dict[str, list[float]]:
+    async def score(request: Request) -> dict[str, list[float | None]]:
         body = await read_body(request, token, max_bytes)
         try:
             images, batch = await asyncio.to_thread(decode, body, max_images, max_pixels)
             async with turn:
                 scores = await asyncio.to_thread(score_batch, rewards, images.to(device), batch)
-        except (UserError, NonFiniteError) as error:
+        except UserError as error:
             raise HTTPException(422, str(error)) from error
         except (RewardError, RewardOutOfMemory) as error:
             others = f" and {len(batch.prompts) - 1} more" if len(batch.prompts) > 1 else ""
             line = f"{sentence(error)} It was asked about the prompt {batch.prompts[0]!r}{others}."
             log.error("%s", line)
             raise HTTPException(500, line) from error
-        return {"scores": scores.tolist()}
+        return {"scores": [score if math.isfinite(score) else None for score in scores.tolist()]}
 
     return app
 
@@ -116,13 +116,16 @@ def pixels(files: list[bytes], max_pixels: int) -> Tensor:
 
 
 def score_batch(rewards: WeightedRewards, images: Tensor, batch: Batch) -> Tensor:
-    """Return the weighted sums, float32 [B]; raises as ``Reward.__call__`` and ``Reward.check_prompts`` do."""
+    """Return the weighted sums, float32 [B], NaN of an image that a reward does not score.
+
+    Raises as ``Reward.check_prompts`` does and, but for NonFiniteError, as ``Reward.__call__``.
+    """
     prompts = [  # a path in a request opens no file here
         Prompt(text, {key: value for key, value in row.items() if key != INPUT_IMAGE})
         for text, row in zip(batch.prompts, batch.metadata or [{} for _ in batch.prompts], strict=True)
     ]
     rewards.check_prompts(prompts)
-    return rewards.total(rewards(images, prompts))
+    return rewards.total(rewards.of_each(images, prompts)[0])
 
 
 class Server(uvicorn.Server):

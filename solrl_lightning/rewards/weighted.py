@@ -8,6 +8,7 @@ Shapes: B images or videos of F frames, P prompts, N candidates, R rewards.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -103,6 +104,18 @@ class WeightedRewards:
         texts, metadata = _columns(prompts)
         scores = [reward(images, texts, metadata) for reward in self.rewards.values()]
         return torch.stack(scores, dim=-1)
+
+    def of_each(self, images: Tensor, prompts: list[Prompt]) -> tuple[Tensor, NonFiniteError | None]:
+        """Return scores as ``__call__`` does, NaN of an image without a finite score, and the error of the first."""
+        try:
+            return self(images, prompts), None
+        except NonFiniteError as error:
+            first = error
+        scores = torch.full((len(prompts), len(self.rewards)), torch.nan, device=images.device)
+        for row, prompt in enumerate(prompts):
+            with suppress(NonFiniteError):
+                scores[row] = self(images[row : row + 1], [prompt])[0]
+        return scores, first
 
     @property
     def part_names(self) -> list[str]:

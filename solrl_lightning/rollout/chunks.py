@@ -8,7 +8,7 @@ Shapes: P prompts, N candidates of each, B chunk, T solver steps, R rewards.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -185,16 +185,12 @@ def score_images(
         NonFiniteError: an image is NaN, without ``nan_images``; the message names the prompt and the seed.
     """
     images = decode(x0)
-    try:
-        return rewards(images, prompts)
-    except NonFiniteError as error:
-        first = f"{error} with seed {int(seeds[error.row])}"
-        if not nan_images and images.isnan().any():
-            raise NonFiniteError(f"{first}. {_FIX}", error.row) from error
-    scores = torch.full((len(prompts), len(rewards.rewards)), torch.nan, device=images.device)
-    for row, prompt in enumerate(prompts):
-        with suppress(NonFiniteError):
-            scores[row] = rewards(images[row : row + 1], [prompt])[0]
+    scores, error = rewards.of_each(images, prompts)
+    if error is None:
+        return scores
+    first = f"{error} with seed {int(seeds[error.row])}"
+    if not nan_images and images.isnan().any():
+        raise NonFiniteError(f"{first}. {_FIX}", error.row) from error
     count = int(scores.isnan().any(dim=1).sum())
     message = "%d of %d images have no finite reward and do not count: %s"
     log.warning(message, count, len(prompts), first)

@@ -3,13 +3,18 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
 Submit = Callable[[Callable[[], T]], "Future[T]"]
+
+
+def worker_of(device: torch.device) -> Callable[[], AbstractContextManager[Submit]]:
+    """Return where images are scored: on a GPU in a thread of its own, beside the sampling; else in the caller's."""
+    return partial(background_worker, device) if device.type == "cuda" else inline_worker
 
 
 @cache

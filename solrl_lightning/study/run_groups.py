@@ -124,7 +124,11 @@ def read_settings(run: Run) -> Settings:
         options["precision"] = values["precision.name"] = backend
     recorded = read_record(Path(run.folder) / RECORD / "overrides.yaml", ListConfig)
     pairs = [argument.lstrip("+~").partition("=") for argument in as_written(recorded)]
-    overrides = {key: value for key, _, value in pairs if not is_subkey(key, *_SAME_EXPERIMENT)}
+    overrides = {
+        key: value
+        for key, _, value in pairs  # the value of an interpolation differs with the key that it names
+        if not is_subkey(key, *_SAME_EXPERIMENT) and "${" not in value.replace("\\", "")
+    }
     return Settings(values, options, overrides)
 
 

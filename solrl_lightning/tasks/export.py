@@ -5,7 +5,7 @@ Runs on the CPU for any trainer: export samples nothing, and the host usually ha
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def export(cfg: Run) -> None:
         module.model.save_transformer(folder / _MERGED, transformer)
     name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
     write_card(cfg, ckpt, module, name, dtype)
-    if _LORA in exports:
+    if _LORA in exports and not altered_by(cfg):
         print(f"pipe.load_lora_weights({str(folder / _LORA)!r})  # or lora_trained, without averaging")
     print(
         f"{name}.from_pretrained({str(folder / _MERGED)!r}, dtype=torch.{dtype})  # merged\n"
@@ -64,6 +64,13 @@ def export(cfg: Run) -> None:
     )
     if task.push is not None:
         print(upload(task.push, folder, [*exports, _MERGED, _PICTURE.parts[0], _CARD]))
+
+
+def altered_by(cfg: Run) -> list[str]:
+    """Return the hub ids, or names of local files, of what changes the weights of ``model.pretrained``."""
+    weights, lora = cfg.model.transformer_weights, cfg.model.fused_lora
+    places = {weights: weights, lora: lora and lora.rpartition("/")[0]}  # the hub id or path of each
+    return [Path(source).name if is_path(place or ".") else source for source, place in places.items() if source]
 
 
 def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtype: str) -> None:
@@ -88,7 +95,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
     card = model_card(
         str(cfg.model.pretrained),
         call | module.model.call_options,
-        cfg.model.fused_lora,
+        altered_by(cfg),
         done,
         summary if "config" in summary else {},
         with_lora,
@@ -96,6 +103,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         transformer=transformer,
         dtype=dtype,
         scheduler=cfg.model.scheduler,
+        scheduler_shift=module.model.euler_shift,
         settings=settings | {"train": cfg.model.train, "precision": precision},  # instead of auto
         picture=_PICTURE.as_posix() if grid.is_file() else None,
         name=cfg.task_as(Export).push or "<this folder>",
@@ -106,7 +114,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
 def model_card(
     base: str,
     call: Mapping[str, Any],
-    fused_lora: str | None,
+    altered_by: Sequence[str],
     iterations: int,
     summary: Mapping[str, Any],
     with_lora: bool,
@@ -117,7 +125,7 @@ def model_card(
     Args:
         base: ``model.pretrained``: a hub id, a local folder (which the card does not name), or ``tiny``.
         call: arguments of the pipeline with which evaluations sample.
-        fused_lora: ``model.fused_lora``; a local folder is not named.
+        altered_by: what changes its weights, so that the LoRA alone cannot be loaded into it.
         iterations: those done in the checkpoint.
         summary: the run's summary.json; empty without one.
         with_lora: whether a LoRA was trained; else the whole transformer.
@@ -126,7 +134,6 @@ def model_card(
     on_hub = base != "tiny" and not is_path(base)
     licence, page = (licence_of(base), f"https://huggingface.co/{base}") if on_hub else (None, None)
     place = repr(base) if on_hub else '"<folder of the base model>"'
-    folder, _, file = (fused_lora or "").rpartition("/")
     made = "text-to-video" if "num_frames" in call else "text-to-image"
     used = {"solrl_lightning": __version__} | (summary.get("versions") or {})
     card = ModelCard.from_template(
@@ -143,7 +150,7 @@ def model_card(
         licence=licence,
         place='files("solrl_lightning") / "assets" / "tiny"' if base == "tiny" else place,
         call=call,
-        fused_lora=fused_lora and ("<folder of the fused LoRA>" if is_path(folder) else folder, file),
+        altered_by=" and ".join(f"`{source}`" for source in altered_by),
         facts=summary,
         iterations=iterations,
         after=counted(iterations, "iteration"),

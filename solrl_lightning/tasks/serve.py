@@ -16,7 +16,7 @@ def serve(cfg: Run) -> None:
         UserError: see ``check_served``.
     """
     task = cfg.task_as(Serve)
-    check_served(cfg.reward.members, task.host, task.port)
+    check_served(cfg.reward.members, cfg.reward.combine, task.host, task.port)
     from solrl_lightning.rewards.server import Server, create_app  # fastapi and uvicorn are optional
 
     host = str(task.host)

@@ -33,7 +33,7 @@ from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.chunks import Progress, check_finite, fill_missing, score_chunks, score_images
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, TrainingBatch
-from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
+from solrl_lightning.rollout.scoring_worker import worker_of
 from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.training.evaluation import Evaluation
@@ -90,8 +90,7 @@ class SolRLModule(LightningModule):
         self.model, self.transformers, self.rewards = model, transformers, rewards  # no nn.Modules: not registered
         frozen = [name for name, _ in tensors if not self._is_saved(name)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, frozen)
-        on_gpu = model.device.type == "cuda"
-        self.scoring_worker = partial(background_worker, model.device) if on_gpu else inline_worker
+        self.scoring_worker = worker_of(model.device)
 
     def cpu(self) -> Self:
         """Return self, where it is: Lightning would move the weights to the CPU after ``validate``, and back."""

@@ -24,6 +24,7 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
+        ("reward.combine=gdpo", "reward.combine=gdpo is invalid with task=serve"),
         ("reward=http", "reward.http is invalid with task=serve"),
         (f"+reward.sharp={{_target_:{HTTP},url:'http://a',weight:1}}", "reward.sharp is invalid with task=serve"),
         ("task.host=0.0.0.0", "task.host=0.0.0.0 is invalid without a token: other machines can reach it"),

@@ -54,6 +54,7 @@ def test_invalid_declaration_is_an_error(declared: dict[str, Any], message: str)
         (VALUES, "per_sample [3] with gradients for a micro-batch of 3 rows; got Tensor [3] with gradients"),
         (Loss(VALUES.detach(), {}), "got Tensor [3] without gradients"),
         (Loss([1.0] * 3, {}), "got list"),
+        (Loss(VALUES, {"loss": VALUES.mean()}), "its metrics must have other names than loss and grad_norm; got loss"),
     ],
 )
 def test_invalid_loss_is_an_error(loss: Any, message: str) -> None:

@@ -100,6 +100,11 @@ def test_a_distilled_model_is_not_guided(folder_of: Callable[[str], str], tmp_pa
         load_nano("flux2", str(folder), guidance_scale=3.0)
 
 
+def test_a_model_without_the_embedding_takes_no_guidance(folder_of: Callable[[str], str]) -> None:
+    with pytest.raises(UserError, match="model.guidance=3.5 is invalid: .* embedding, .* Set model.guidance=1"):
+        load_nano("flux1", folder_of("flux1"), guidance=3.5)
+
+
 def test_empty_prompt_is_encoded_once_and_cached(
     folder_of: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

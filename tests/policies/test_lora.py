@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from diffusers import ModelMixin
+from diffusers import Flux2KleinPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
 from nano import PROMPTS, WIDTH, load_model, lora_config, prompts_of, random_state, relative_error
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -25,6 +25,7 @@ from solrl_lightning.policies import lora
 from solrl_lightning.policies.bf16 import use_fp32_products
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.lora import State
+from solrl_lightning.policies.lora_files import read_lora_file
 from solrl_lightning.training.transformers import AdaptedTransformer
 
 ATTENTION = [f"transformer_blocks.0.attn.to_{part}" for part in ("k", "out.0", "q", "v")]
@@ -313,6 +314,15 @@ def kohya(layer: str, out_features: int, alpha: float, generator: torch.Generato
     up = torch.randn(out_features, rank, generator=generator)
     weights = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(alpha)}
     return {f"lora_unet_{layer}.{part}": value for part, value in weights.items()}
+
+
+def test_a_layer_that_diffusers_leaves_out_is_an_error(files: Files, tmp_path: Path) -> None:
+    tensors: dict[str, Tensor] = {}
+    for layer in ("double_blocks_0_img_attn_proj", "double_stream_modulation_img_lin"):
+        tensors |= kohya(layer, WIDTH, 4.0, torch.Generator().manual_seed(0))
+    save_file(tensors, file := tmp_path / "kohya.safetensors")
+    with pytest.raises(UserError, match="^a: by the names .* it keeps 32 of 64 outputs, so it leaves layers out. Name"):
+        read_lora_file(file, files.model.transformer, Flux2KleinPipeline, "a")
 
 
 def test_lora_of_kohya_gives_its_updates(files: Files, tmp_path: Path) -> None:

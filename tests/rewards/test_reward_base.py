@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,29 @@ class Ends(Reward):
 
     def score(self, images: Tensor, prompts: list[str]) -> Any:
         return next(prompt for prompt in prompts if prompt == "c")
+
+
+class Twice:
+    """A decorator that is an object, without ``__wrapped__``."""
+
+    def __init__(self, method: Any) -> None:
+        self.method = method
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else partial(self.method, instance)
+
+
+class Decorated(Reward):
+    name = "mine"
+
+    @Twice
+    def score(self, images: Tensor, prompts: list[str]) -> Any:
+        raise ValueError("of a method")
+
+
+def test_exception_of_a_decorated_method_names_the_line() -> None:
+    with pytest.raises(RewardError, match=f"the reward mine raises ValueError in {re.escape(__file__)}, line .*of a m"):
+        Decorated()(torch.zeros(2, 3, 4, 4), ["a", "b"])
 
 
 def test_exception_of_a_reward_names_it_and_the_line() -> None:

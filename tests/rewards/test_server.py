@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from urllib3 import request
 
-from solrl_lightning.errors import ServerError, UserError
+from solrl_lightning.errors import NonFiniteError, ServerError, UserError
 from solrl_lightning.rewards.addresses import TOKEN
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.http import HTTPReward, to_png
@@ -89,7 +90,6 @@ def test_scores_are_those_of_the_rewards_on_8_bit_images(url: str) -> None:
     [
         ({"batch": 9}, CAPTIONS[:9], {"count": 1}, "status 422: .*must have 1 to 8 images, .* got 9"),
         ({}, ["a cat"], {"count": 1}, "status 422: .*a cat"),
-        ({}, CAPTIONS[:1], {"count": -1}, "status 422: .*the reward count is nan for the prompt"),
         (
             {},
             CAPTIONS[:1],
@@ -105,6 +105,16 @@ def test_errors_reach_the_run_with_their_reason(
         client(url, **options)(IMAGES[: len(prompts)], prompts, [rows] * len(prompts))
     health = request("GET", f"{url}/health")
     assert (health.status, health.json()) == (200, {"status": "ok", "reward": "weighted_sum"})
+
+
+def test_an_image_without_a_score_gets_null(url: str) -> None:
+    metadata: list[Metadata] = [{"count": number} for number in (1, -1, 3)]
+    images = [base64.b64encode(to_png((image * 255).byte().permute(1, 2, 0))).decode() for image in IMAGES[:3]]
+    answer = request("POST", f"{url}/score", json={"images": images, "prompts": CAPTIONS[:3], "metadata": metadata})
+    first, none, last = answer.json()["scores"]
+    assert none is None and math.isfinite(first) and math.isfinite(last)
+    with pytest.raises(NonFiniteError):
+        client(url)(IMAGES[:3], CAPTIONS[:3], metadata)
 
 
 def test_image_with_too_many_pixels_is_an_error_before_it_is_decoded(url: str) -> None:

@@ -59,7 +59,7 @@ def write_run(folder: Path, final: float, *arguments: str, seed: int = 1, **chan
 
 
 def compared(compose: Compose, folder: Path, pattern: str = "*", *arguments: str) -> dict[str, Any]:
-    return compare(compose("task=compare", f"task.runs={folder}/{pattern}", *arguments))
+    return compare(compose("task=compare", f"task.runs='{folder}/{pattern}'", *arguments))
 
 
 def rows(*rewards: float, seconds: float = 10, evaluations: int = 100, every: int = 2) -> list[dict[str, Any]]:
@@ -151,6 +151,10 @@ def test_groups_of_one_seed_have_no_deviation(
         (["objective.beta=1", "family=prefix"], ["family=sol_rl", "family=prefix"]),  # 1 is the default
         (["experiment=published", ""], ["experiment=published", "experiment=null"]),
         (["seed=3"], ["family=sol_rl"]),
+        (
+            [f"model.lora.rank={rank} model.lora.alpha=$\\{{model.lora.rank\\}}" for rank in (4, 8)],
+            ["model.lora.rank=4", "model.lora.rank=8"],  # which alpha follows
+        ),
     ],
     ids=lambda value: value and value[-1] or "-",
 )
@@ -404,6 +408,12 @@ def test_glob_without_finished_runs_is_an_error(compose: Compose, tmp_path: Path
     with pytest.raises(UserError, match="it matches .*failed: failed[.] Use"):
         compared(compose, tmp_path / "runs")
     assert not (tmp_path / "compare.json").exists()
+
+
+def test_a_folder_is_named_without_a_glob(compose: Compose, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "0_reward-[shapes]", 0.6)
+    (group,) = compared(compose, tmp_path / "runs", "0_reward-[shapes]")["groups"]
+    assert group["group"] == "family=sol_rl"
 
 
 def test_runs_of_different_rewards_are_an_error(compose: Compose, tmp_path: Path) -> None:

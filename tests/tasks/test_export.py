@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from checkpoints import write_checkpoint
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from huggingface_hub import ModelCard, constants
-from nano import PROMPTS, prompts_of, save_nano
+from nano import MAX_WORDS, PROMPTS, prompts_of, save_nano
 from policies.fake_hub import REPOSITORY, FakeHub, serving
 from safetensors.torch import load_file
 from torch import Tensor
@@ -49,7 +50,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def exported(folder: Path, pipeline: str, dtype: str, *options: str, compiled: bool = True) -> Exported:
     # What is not needed is not looked at: neither the run's prompts nor a compiler.
-    small = ("experiment=smoke", "trainer=cpu", f"model.pretrained='{pipeline}'", f"model.dtypes.transformer={dtype}")
+    small = ("experiment=smoke", "trainer=cpu", f"model.pretrained='{pipeline}'", f"++model.dtypes.transformer={dtype}")
     small += options
     checkpoint = write_checkpoint(composed(folder, *small), folder / "last.ckpt")
     state = torch.load(checkpoint, weights_only=True)
@@ -138,20 +139,42 @@ def test_usage_lines_of_the_card_run(exact: Exported) -> None:
     torch.testing.assert_close(images_of(names["pipe"], exact.module), ours(exact.module, "ema"), rtol=0, atol=1e-4)
 
 
-def test_usage_lines_fuse_the_lora_that_the_run_was_trained_with(exact: Exported, tmp_path: Path) -> None:
+def test_usage_lines_take_the_transformer_where_a_lora_is_fused(
+    exact: Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fused = exact.folder / "lora_ema" / "pytorch_lora_weights.safetensors"
     folder, _, module = exported(tmp_path, exact.pipeline, "float32", f"model.fused_lora='{fused}'")
     card = (folder / "README.md").read_text()
-    assert str(fused.parent) not in card
-    places = {"fused LoRA": fused.parent, "base model": exact.pipeline}
-    for place, path in places.items():
-        card = card.replace(f"<folder of the {place}>", str(path))
-    blocks = re.findall("```python\n(.*?)```", card.replace("<this folder>", str(folder)), flags=re.DOTALL)
-    for block in blocks:  # the LoRA beside the fused one, and the merged transformer
-        names: dict[str, Any] = {}
-        exec("import torch\nfrom diffusers import FluxPipeline, FluxTransformer2DModel\n" + block, names)
-        torch.testing.assert_close(images_of(names["pipe"], module), ours(module, "ema"), rtol=0, atol=1e-4)
-    assert len(blocks) == 2
+    assert str(fused.parent) not in card and f"other than the base's, with `{fused.name}`" in card
+    assert "load_lora_weights" not in card + capsys.readouterr().out
+    card = card.replace("<folder of the base model>", exact.pipeline).replace("<this folder>", str(folder))
+    (block,) = re.findall("```python\n(.*?)```", card, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    torch.testing.assert_close(images_of(names["pipe"], module), ours(module, "ema"), rtol=0, atol=1e-4)
+
+
+def test_usage_lines_of_sana_sample_as_the_evaluations(tmp_path: Path) -> None:
+    folder = save_nano(tmp_path / "pipeline", architecture="sana")
+    options = (
+        "model=sana",
+        "model.variant=null",
+        "model.resolution=32",
+        "model.embeddings=null",
+        "model.dtypes.default=float32",
+    )
+    made = exported(tmp_path, folder, "float32", *options, f"model.max_sequence_length={MAX_WORDS}")
+    card = (made.folder / "README.md").read_text()
+    blocks = re.findall("```python\n(.*?)```", card.replace("<folder of the base model>", folder), flags=re.DOTALL)
+    code = (
+        "\n".join(blocks)
+        .replace("<this folder>", str(made.folder))
+        .replace('prompt="a prompt"', f"prompt={PROMPTS[0]!r}, latents=latents, output_type='pt'")
+    )
+    names: dict[str, Any] = {"latents": made.module.model.noise(SEEDS[0, :1])}
+    exec(code, names)
+    expected = made.module.sample(prompts_of(PROMPTS[:1]), SEEDS[:, :1], weights="ema", steps=4)[0]
+    torch.testing.assert_close(names["image"][None], expected, rtol=0, atol=1e-3)
 
 
 SUMMARY: dict[str, Any] = {
@@ -169,12 +192,16 @@ SUMMARY: dict[str, Any] = {
 
 
 def card_of(
-    base: str, iterations: int = 40, fused_lora: str | None = None, scheduler: dict[str, Any] | None = None, **call: int
+    base: str,
+    altered: Sequence[str] = (),
+    scheduler: dict[str, Any] | None = None,
+    iterations: int = 40,
+    **call: int,
 ) -> str:
     return model_card(
         base,
         {"num_inference_steps": 28} | call,
-        fused_lora,
+        altered,
         iterations,
         SUMMARY,
         with_lora=True,
@@ -182,6 +209,7 @@ def card_of(
         transformer="FluxTransformer2DModel",
         dtype="bfloat16",
         scheduler=scheduler,
+        scheduler_shift=None,
         settings={"model": "flux1", "reward": "pickscore", "family": "a|b", "objective": "nft"},
         picture="images/base_and_trained.png",
         name="me/flux-pickscore",
@@ -206,8 +234,8 @@ def test_card_of_an_open_and_of_an_unknown_base() -> None:
     text = card_of("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", num_frames=33)
     assert ModelCard(text).data.pipeline_tag == "text-to-video"
     assert 'video = pipe(prompt="a prompt", num_inference_steps=28, num_frames=33).frames[0]' in text
-    text = card_of("Qwen/Qwen-Image", fused_lora="a/b/c.safetensors", scheduler={"shift_terminal": None})
-    assert 'pipe.load_lora_weights("a/b", weight_name="c.safetensors")' in text
+    text = card_of("Qwen/Qwen-Image", ["a/b/c.safetensors", "d.pth"], scheduler={"shift_terminal": None})
+    assert "with `a/b/c.safetensors` and `d.pth`, and so give other images" in text and "load_lora" not in text
     assert "from_config(pipe.scheduler.config, shift_terminal=None)" in text
     text = card_of("someone/other", iterations=41)
     assert ModelCard(text).data.license is None
