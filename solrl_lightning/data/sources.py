@@ -215,7 +215,7 @@ def _read_text(path: Path, suffix: str, column: str = _PROMPT) -> list[Prompt]:
     for number, line in enumerate(lines, 1):
         check_text(line, f"{path} line {number}")
     prompts = [line for line in lines if line.strip()]
-    if prompts and all(isinstance(_json_record(line, _PROMPT), Prompt) for line in prompts):
+    if prompts and not any(isinstance(_json_records(line, _PROMPT), str) for line in prompts):
         raise UserError(
             f"the prompt file {path} is invalid: each line of a text file is a prompt, and these are JSON objects. "
             f"Name it as a .jsonl file: mv {shell_quoted(str(path))} "
@@ -247,17 +247,18 @@ def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Prompt]:
     records = []
     for number, line in enumerate(_read_lines(path), 1):
         if line.strip():
-            record = _json_record(line, column)
-            if isinstance(record, str):
-                raise UserError(f"{path} line {number} is invalid: {record}. Correct that line.")
-            for text in (record.text, json.dumps(record.metadata, ensure_ascii=False)):
-                check_text(text, f"{path} line {number}")
-            records.append(record)
+            of_line = _json_records(line, column)
+            if isinstance(of_line, str):
+                raise UserError(f"{path} line {number} is invalid: {of_line}. Correct that line.")
+            for record in of_line:
+                for text in (record.text, json.dumps(record.metadata, ensure_ascii=False)):
+                    check_text(text, f"{path} line {number}")
+            records += of_line
     return records
 
 
-def _json_record(line: str, column: str) -> Prompt | str:
-    """Return the record of a line, or the rule that the line breaks."""
+def _json_records(line: str, column: str) -> list[Prompt] | str:
+    """Return the record of a line, or of each of its prompts, or the rule that the line breaks."""
     rule = "every line of a .jsonl file must be a JSON object"
     try:
         row = json.loads(line, object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite)
@@ -269,14 +270,21 @@ def _json_record(line: str, column: str) -> Prompt | str:
         return f"{rule}: {sentence(error).rstrip('.')}"
     if not isinstance(row, dict):
         return f"{rule}; got {line.strip()[:60]}"
-    prompt, tag = row.get(column), row.get("tag")
-    if not isinstance(prompt, str):
-        value = f"no such key (its keys: {', '.join(row) or 'none'})" if column not in row else repr(prompt)
-        rule = f'every line of a .jsonl file must have a string under "{column}", the key that data.column names'
-        return f"{rule}; this one has {value}"
+    texts, tag = _texts(row.get(column)), row.get("tag")
+    if texts is None:
+        value = f"no such key (its keys: {', '.join(row) or 'none'})" if column not in row else repr(row[column])
+        rule = "every line of a .jsonl file must have a string, or a list of them, under"
+        return f'{rule} "{column}", the key that data.column names; this one has {value}'
     if tag is not None and not isinstance(tag, str):
         return f'the "tag" of a prompt must be a string; got {tag!r}'
-    return Prompt(prompt, _present({key: value for key, value in row.items() if key != column}))
+    metadata = _present({key: value for key, value in row.items() if key != column})
+    return [Prompt(text, metadata) for text in texts]
+
+
+def _texts(value: Any) -> list[str] | None:
+    """Return the prompts in a row: one, or several, as captions of one image are written; None for other values."""
+    texts = value if isinstance(value, list) else [value]
+    return texts if all(isinstance(text, str) for text in texts) else None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -424,14 +432,16 @@ def _table_records(table: "pyarrow.Table", column: str, name: str) -> list[Promp
     values, rows, kind = table.column(column).to_pylist(), others.to_pylist(), pyarrow.struct(others.schema)
     records = []
     for row, (value, metadata) in enumerate(zip(values, (_present(row, kind) for row in rows), strict=True)):
-        for key, text in ((column, value), ("tag", metadata.get("tag"))):
-            if text is not None and not isinstance(text, str):
-                raise UserError(
-                    f"{name} row {row} is invalid: the column {key} must hold strings; got {text!r}. Rename it, or "
-                    "write it with strings; data.column=<name> reads the prompts from another column."
-                )
-        check_text(value or "", f"{name} row {row}")
-        records.append(Prompt(value or "", metadata))
+        texts, tag = _texts("" if value is None else value), metadata.get("tag")
+        if texts is None or not isinstance(tag, str | None):
+            key, text = (column, value) if texts is None else ("tag", tag)
+            raise UserError(
+                f"{name} row {row} is invalid: the column {key} must hold strings; got {text!r}. Rename it, or "
+                "write it with strings; data.column=<name> reads the prompts from another column."
+            )
+        for text in texts:
+            check_text(text, f"{name} row {row}")
+            records.append(Prompt(text, metadata))
     return records
 
 

@@ -122,6 +122,18 @@ def test_the_other_columns_of_a_table_are_metadata_as_the_keys_of_json_lines(tmp
         read_records(write_table(tmp_path / "a.parquet", prompt=["a", "b"], tag=[None, 2]), "prompt")
 
 
+def test_each_text_of_a_list_is_a_prompt(tmp_path: Path) -> None:
+    table = write_table(tmp_path / "a.parquet", prompt=[["a cat", "a dog"], [], None], tag=["x", "y", "z"])
+    expected = [Prompt("a cat", {"tag": "x"}), Prompt("a dog", {"tag": "x"}), Prompt("", {"tag": "z"})]
+    assert read_records(table, "prompt") == expected
+    rows = '{"prompt": ["a cat", "a dog"], "tag": "x"}', '{"prompt": "", "tag": "z"}'
+    assert read_records(write(tmp_path / "a.jsonl", *rows), "prompt") == expected
+    with pytest.raises(UserError, match="a.jsonl line 1 is invalid: .* or a list of them, under .* has \\['a', 1\\]"):
+        read_records(write(tmp_path / "a.jsonl", '{"prompt": ["a", 1]}'), "prompt")
+    with pytest.raises(UserError, match="row 0 is invalid: the column prompt must hold strings; got \\[1\\]"):
+        read_records(write_table(tmp_path / "b.parquet", prompt=[[1]]), "prompt")
+
+
 @pytest.mark.parametrize("end", ["\n", "\r"], ids=["LF", "CR"])
 @pytest.mark.parametrize("hint", ["", "sep={}"])
 @pytest.mark.parametrize(
