@@ -43,7 +43,7 @@ from solrl_lightning.artifacts.run_folder import (
 )
 from solrl_lightning.cli.config import CONFIG_MODULE, EXPERIMENT, ConfigTree, as_written, check_choices, resolvable
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
-from solrl_lightning.cli.launch import check_launched, end_with_first, is_first, launched, ranks_here
+from solrl_lightning.cli.launch import check_launched, end_together, end_with_first, is_first, launched, ranks_here
 from solrl_lightning.cli.resume import (
     Resumed,
     check_contents,
@@ -141,7 +141,9 @@ def run(cfg: DictConfig) -> Any:
         if options.trains and is_first():
             remember(folder)
         if not sweeps:
-            return task(options)
+            result = task(options)
+            end_together()
+            return result
         from solrl_lightning.cli.sweep_job import isolated_sweep_job
 
         with isolated_sweep_job(folder):

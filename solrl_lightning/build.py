@@ -38,7 +38,7 @@ from solrl_lightning.artifacts.loggers import Tracker, keep_earlier_file
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
-from solrl_lightning.cli.config import ConfigTree, own_sources
+from solrl_lightning.cli.config import ConfigTree, as_written, own_sources
 from solrl_lightning.cli.launch import advice, check_world, is_first, renew_store
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.data.prompts import PromptSchedule, PromptSets
@@ -119,18 +119,22 @@ def instantiate_trainer(node: TrainerNode, **options: Any) -> Trainer:
     return trainer
 
 
-def with_option(cfg: Run, group: str, option: str) -> Run:
+def with_option(cfg: Run, group: str, option: str, configured: bool = False) -> Run:
     """Return a copy of the options with another option of a group, of the package or of the run's --config-dir.
 
+    ``configured``: with the values below the group that the command line and its experiment set.
+
     Raises:
-        UserError: there is no such option.
+        UserError: there is no such option, or it lacks a key that is set.
     """
-    tree = OmegaConf.create(cfg.tree())
+    tree, overrides = OmegaConf.create(cfg.tree()), []
     with ConfigTree() as configs:
         if HydraConfig.initialized():  # in a job
             job: Any = HydraConfig.get()
             configs.look_in(own_sources(job))
-        tree[group] = OmegaConf.to_container(configs.compose([f"{group}={option}"])[group], resolve=False)
+            overrides = as_written(job.overrides.task) if configured else []
+        kept = [each for each in overrides if each.lstrip("+~").startswith((f"{group}.", "experiment="))]
+        tree[group] = OmegaConf.to_container(configs.compose([*kept, f"{group}={option}"])[group], resolve=False)
     OmegaConf.resolve(tree)
     return cfg.with_group(group, OmegaConf.to_container(tree[group]))
 

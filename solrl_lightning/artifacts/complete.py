@@ -106,7 +106,7 @@ def _files_of(cls: Any, folder: Path, chats: bool) -> Iterator[tuple[str, ...]]:
 
     if issubclass(cls, (transformers.PreTrainedModel, transformers.PretrainedConfig, ModelMixin)):
         yield ("config.json",)
-        for shard in folder.glob("*-00001-of-*.safetensors"):
+        for shard in folder.glob("[!.]*-00001-of-*.safetensors"):
             if shard.name.count(".") == 1:  # else of a variant
                 yield (f"{shard.name.partition('-00001-of-')[0]}.safetensors.index.json",)
     if issubclass(cls, SchedulerMixin):

@@ -129,7 +129,7 @@ class ConfigTree:
     def experiments(self) -> dict[str, str]:
         """Return the text of each file of experiments by the name of its option."""
         folders = [_packaged(), *_folders(self.own_sources)]
-        experiments = [file for folder in folders for file in sorted(folder.glob(f"{EXPERIMENT}/*.yaml"))]
+        experiments = [file for folder in folders for file in sorted(folder.glob(f"{EXPERIMENT}/[!.]*.yaml"))]
         return {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in experiments}
 
     def parse(self, arguments: Iterable[str]) -> list[Override]:
@@ -330,7 +330,7 @@ def _folders(sources: Iterable[str]) -> Iterator[Path]:
 def _check_files(sources: Iterable[str]) -> None:
     packaged = _packaged()
     for folder in _folders(sources):
-        for file in sorted(folder.glob(f"{EXPERIMENT}/**/*.yaml")):
+        for file in sorted(folder.glob(f"{EXPERIMENT}/**/[!.]*.yaml")):
             if not _HEADER.search(file.read_text(encoding="utf-8", errors="replace")):
                 raise UserError(f"{file} is invalid: an experiment's file must begin with `# @package _global_`.")
         for name in (file.relative_to(packaged) for file in packaged.rglob("*.yaml")):

@@ -37,6 +37,17 @@ class _Launcher(NamedTuple):
     advice: str
 
 
+def end_together() -> None:
+    """Wait for the other ranks, and leave their group.
+
+    torchrun kills all if one fails, and a thread of the group that outlives it can abort its process at the end.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()
+        distributed.destroy_process_group()
+
+
 def _launcher() -> _Launcher:
     if _torchrun():  # which numbers nodes itself, whatever srun calls them
         return _Launcher("torchrun", "WORLD_SIZE", ("RANK",), "")

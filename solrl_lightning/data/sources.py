@@ -12,7 +12,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ HPDV2_STYLES = ("anime", "concept-art", "paintings", "photo")
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _TABLES = (".parquet", *_SEPARATORS)
-_JSON_LINES, _PROMPT = (".jsonl", ".ndjson"), "prompt"
+_JSON, _JSON_LINES, _PROMPT = ".json", (".jsonl", ".ndjson"), "prompt"
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 _NEEDLESS_QUOTES = re.compile(r'(?<![^\t])"[^"\t]+"(?![^\t])')  # around a whole value without quotes and tabs
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.(parquet|jsonl|csv)$")  # as the hub names one of several files of a split
@@ -108,6 +107,8 @@ def read_records(source: str | Path, column: str) -> list[Prompt]:
     path, suffix = Path(source), Path(source).suffix.lower()
     if suffix == ".parquet":
         return _read_parquet(path, column)
+    if suffix == _JSON:
+        return _read_json(path, column)
     if suffix in _SEPARATORS:
         return _read_separated(path, column, _SEPARATORS[suffix])
     return _read_text(path, suffix, column)
@@ -146,40 +147,32 @@ def check_source(source: str) -> None:
             f"for data.eval test.jsonl or test.txt; in {Path.cwd()} it is none."
             f"{did_you_mean(difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.7))} {_file_of(path)}"
         )
-    if path.suffix.lower() not in ("", ".txt", *_TABLES, *_JSON_LINES):
+    endings = (".txt", *_TABLES, *_JSON_LINES, _JSON)
+    if path.suffix.lower() not in ("", *endings):
         raise UserError(
-            f"the prompt file {path} is invalid: its name must end in .txt, {', '.join((*_TABLES, *_JSON_LINES))}, or "
-            f"have no ending. {_renamed(path)}"
+            f"the prompt file {path} is invalid: its name must end in {', '.join(endings)}, or have no "
+            f"ending. {_renamed(path)}"
         )
 
 
 def _renamed(path: Path) -> str:
     """Return how to get a file with a known ending from one with another."""
-    file, lines, text = (shell_quoted(str(path.with_suffix(suffix))) for suffix in (path.suffix, ".jsonl", ".txt"))
+    file, text = (shell_quoted(str(path.with_suffix(suffix))) for suffix in (path.suffix, ".txt"))
     if path.suffix.lower() == ".gz":
         return f"Unpack it: gunzip -k {file}"
-    if path.suffix.lower() == ".json":
-        content: Any = None
-        with suppress(ValueError, RecursionError):
-            content = json.loads(path.read_bytes())
-        of_rows = isinstance(content, dict) and all(
-            isinstance(row, dict) and _PROMPT in row for row in content.values()
-        )
-        read = f"pandas.read_json({str(path)!r}, dtype=False{', orient=' + repr('index') if of_rows else ''})"
-        to = str(path.with_suffix(".jsonl"))
-        code = shell_quoted(f"import pandas; {read}.to_json({to!r}, orient='records', lines=True)")
-        return f"With an object a line: mv {file} {lines}. A list of objects or a table of pandas: python -c {code}"
     return f"If each line of it is a prompt, give it another name: cp {file} {text}"
 
 
 def _file_of(folder: Path) -> str:
     """Return how to get a file of prompts from a folder of texts, of ``datasets``, or of files of prompts."""
-    source, files = str(folder), sorted([*folder.glob("*"), *folder.glob("*/*")])
+    source, files = str(folder), sorted([*folder.glob("[!.]*"), *folder.glob("[!.]*/[!.]*")])
     of_pictures = {file.parent for file in files if file.suffix.lower() in _PICTURES}  # with a caption for each
-    of_texts = [place for place in (folder, *sorted(of_pictures)) if len([*place.glob("*.txt")]) > 1]
+    of_texts = [place for place in (folder, *sorted(of_pictures)) if len([*place.glob("[!.]*.txt")]) > 1]
     if of_texts:
         source = str(of_texts[0])
-        texts = f"(' '.join(file.read_text('utf-8-sig').split()) for file in sorted(Path({source!r}).glob('*.txt')))"
+        texts = (
+            f"(' '.join(file.read_text('utf-8-sig').split()) for file in sorted(Path({source!r}).glob('[!.]*.txt')))"
+        )
         code = f"from pathlib import Path; Path({source + '.txt'!r}).write_text(chr(10).join{texts}, 'utf-8')"
         return f"Where each text in it is a prompt, run python -c {shell_quoted(code)} and name {source}.txt."
     saved = [str(file.parent) for file in files if file.name == "state.json"]  # by save_to_disk
@@ -194,7 +187,7 @@ def _file_of(folder: Path) -> str:
         code = shell_quoted(f"import datasets; [{write} {each}for split, rows in {read}.items()]")
         file = f"{source}.{'' if saved else '<configuration>.'}<split>.parquet"
         return f"Run python -c {code} and name {file}, of the files that it writes."
-    named = [f", such as {file}" for file in files if file.suffix.lower() in (".txt", *_TABLES, *_JSON_LINES)]
+    named = [f", such as {file}" for file in files if file.suffix.lower() in (".txt", _JSON, *_TABLES, *_JSON_LINES)]
     return f"Name a file of prompts{''.join(named[:1])}."
 
 
@@ -255,6 +248,46 @@ def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Prompt]:
                     check_text(text, f"{path} line {number}")
             records += of_line
     return records
+
+
+def _read_json(path: Path, column: str) -> list[Prompt]:
+    """Read a file with all rows in one JSON value, or with one JSON object a line."""
+    named = f"the prompt file {path} is invalid"
+    try:
+        content = json.loads(_read_utf8(path), object_pairs_hook=_object)
+    except (json.JSONDecodeError, RecursionError):
+        return _read_json_lines(path, column)
+    except ValueError as error:
+        raise UserError(f"{named}: {sentence(error)} Correct it.") from error
+    rows = _rows(content, column)
+    if rows is None:
+        keys = f"an object with the keys {', '.join(content)}" if isinstance(content, dict) else repr(content)[:60]
+        raise UserError(
+            f"{named}: it must be a list of objects or of texts, one of them for each id, or a table by columns, one "
+            f"of which data.column={column} names; it is {keys}. Write its rows alone, as a list."
+        )
+    records = []
+    for number, row in enumerate(rows, 1):
+        of_row = [Prompt(row)] if isinstance(row, str) else _json_records(json.dumps(row), column)
+        if isinstance(of_row, str):
+            raise UserError(f"{path} row {number} is invalid: {of_row}. Correct that row.")
+        for record in of_row:
+            check_text(f"{record.text}{json.dumps(record.metadata, ensure_ascii=False)}", f"{path} row {number}")
+        records += of_row
+    return records
+
+
+def _rows(content: Any, column: str) -> list[Any] | None:
+    """Return the rows in a JSON value: a list, rows by id, one object, or a table by columns, as pandas writes it."""
+    if isinstance(content, dict) and column in content:
+        columns = [[*values.values()] if isinstance(values, dict) else values for values in content.values()]
+        is_table = all(isinstance(values, list) and len(values) == len(columns[0]) for values in columns)
+        if not is_table:
+            return [content]
+        return [dict(zip(content, values, strict=True)) for values in zip(*columns, strict=True)]
+    rows = [*content.values()] if isinstance(content, dict) else content
+    kinds = dict if isinstance(content, dict) and not all(map(str.isdigit, content)) else dict | str
+    return rows if isinstance(rows, list) and all(isinstance(row, kinds) for row in rows) else None
 
 
 def _json_records(line: str, column: str) -> list[Prompt] | str:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from solrl_lightning.machine.control_groups import GROUPS, MOUNTS, limits
+
 T = TypeVar("T")
 
 
@@ -60,10 +62,10 @@ def peak_memory(device: torch.device) -> tuple[int, int | None]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None
 
 
-def total_memory(device: torch.device) -> int:
-    """Return the bytes of the GPU, of the system, or of the container's limit."""
+def total_memory(device: torch.device, groups: Path = GROUPS, mounts: Path = MOUNTS) -> int:
+    """Return the bytes of the GPU, of the system, or of the limit of a container or job."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    physical, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return physical if text == "max" else min(physical, int(text))
+    texts = limits("memory", ("memory.max",), ("memory.limit_in_bytes",), groups, mounts)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(int(text) for text in texts if text != "max")])

@@ -14,6 +14,9 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
+from solrl_lightning.machine.control_groups import GROUPS, MOUNTS, limits
+
+_CPU_FILES = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 _CHOSEN = "SOLRL_LIGHTNING_THREADS"  # what this package has set; a process that it starts inherits it
 _NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
@@ -43,27 +46,13 @@ def _clock(file: Path = Path("/proc/stat")) -> _Clock:
 _STARTED = _clock()  # when the program began: ``__main__`` imports this file first
 
 
-def quota(groups: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the number of cores that the control groups (cgroups(7), version 1 and 2) give; infinite if unlimited.
+def quota(groups: Path = GROUPS, mounts: Path = MOUNTS) -> float:
+    """Return the number of cores that the control groups give; infinite if unlimited.
 
-    A container sees its group as the root of the mount. Elsewhere a group is a path below it, and every folder of the
-    path may have a limit: systemd's CPUQuota is one. (``loky.cpu_count`` reads the root only.)
+    (``loky.cpu_count`` reads the root only.)
     """
-    limits = [math.inf]
-    for line in groups.read_text().splitlines() if groups.is_file() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = mounts / "cpu" if controllers else mounts
-        group = mount / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(mount):
-                break
-            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-            if all((folder / file).is_file() for file in files):
-                quota_time, period = " ".join((folder / file).read_text().strip() for file in files).split()
-                limits.append(math.inf if quota_time in ("max", "-1") else int(quota_time) / int(period))
-    return min(limits)
+    pairs = [text.split() for text in limits("cpu", ("cpu.max",), _CPU_FILES, groups, mounts)]
+    return min((int(time) / int(period) for time, period in pairs if time not in ("max", "-1")), default=math.inf)
 
 
 def choose(

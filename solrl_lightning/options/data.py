@@ -9,7 +9,7 @@ class Data(Group):
     eval: str
     """Source of the held-out prompts, which are removed from ``train``."""
     column: str
-    """Column of the prompts in a table or hub data set, and their key in a .jsonl file."""
+    """Column of the prompts in a table or hub data set, and their key in a .json or .jsonl file."""
     eval_prompts: Count | None
     """Use only the first n of ``eval``; null: all."""
     eval_images: Images

@@ -68,7 +68,7 @@ def encoder_fingerprint(folder: Path, components: Sequence[str], settings: dict[
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
         source: list[object] = [repository, folder.name]
     else:
-        files = sorted(file for name in components for file in (folder / name).rglob("*") if file.is_file())
+        files = sorted(file for name in components for file in (folder / name).rglob("[!.]*") if file.is_file())
         stats = [(str(file.relative_to(folder)), file.stat()) for file in files]
         source = [str(folder), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
     return json.dumps([source, settings], sort_keys=True)

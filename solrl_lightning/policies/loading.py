@@ -201,9 +201,9 @@ def _dtype_that_is_quantized(files: Iterable[Path]) -> str | None:
 def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None = None) -> Any:
     """Return the frozen model of a folder. A weight that is missing from its files is an error."""
     config = json.loads((folder / "config.json").read_text())
-    of_variant = sorted(folder.glob(f"*.{variant}[.-]*safetensors")) if variant else []
-    read = of_variant or [file for file in folder.glob("*.safetensors") if file.name.count(".") == 1]
-    others = sorted(file.name for file in folder.glob("*") if file.suffix in (".safetensors", ".bin"))
+    of_variant = sorted(folder.glob(f"[!.]*.{variant}[.-]*safetensors")) if variant else []
+    read = of_variant or [file for file in folder.glob("[!.]*.safetensors") if file.name.count(".") == 1]
+    others = sorted(file.name for file in folder.glob("[!.]*") if file.suffix in (".safetensors", ".bin"))
     if others and not read:
         raise UserError(
             f"{folder} is invalid: with model.variant={variant or 'null'} its weights must be in *.safetensors, and "

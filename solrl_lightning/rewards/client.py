@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FAILURE = re.compile(rb'"finish_reason": ?"error"')  # of a chat completion with status 200, as OpenRouter's
+_ERROR = re.compile(rb'^\s*{"error": ?{.*?"code": ?"?([1-5]\d\d)\b', re.DOTALL)  # with status 200, as OpenRouter's
 _RETRIED = (408, 409, 425, 429, *range(500, 600))  # statuses of a server or proxy that may answer later
 _MAX_BACKOFF, _MAX_RETRY_AFTER = 60, 600  # seconds
 _SHOWN = 300  # characters of an answer in a message
@@ -37,7 +39,7 @@ class Client:
         self.url, self.timeout, self.retries = url, timeout, retries
         token = read_token()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._silent = False  # since the last answer
+        self._logged = -math.inf  # when a failure was logged
         # A score has no side effects, so a POST may be repeated.
         retry = _LoggedRetry(
             retries,
@@ -73,7 +75,6 @@ class Client:
             status, location, content = self._post(body, retries)
         except HTTPError as error:
             raise ServerError(f"{server} does not answer: {sentence(getattr(error, 'reason', error))}") from error
-        self._silent = False
         if status != 200 and not (known and known in content):
             token = f". Set its token with export {TOKEN}=<token>." if status in (401, 403) else ""
             moved = f" (Location: {location})" if 300 <= status < 400 and location else ""
@@ -91,9 +92,11 @@ class Client:
             answer = self._pool.request("POST", self.url, json=body, **options)
             try:
                 content = self._read(answer)
-                if _FAILURE.search(content):
+                failed = _ERROR.match(content) if answer.status == 200 else None
+                status = int(failed[1]) if failed else answer.status
+                if _FAILURE.search(content) or (failed and status in _RETRIED):
                     raise ProtocolError(f"It answered with an error: {shown(content)}")
-                return answer.status, answer.headers.get("Location", ""), content
+                return status, answer.headers.get("Location", ""), content
             except HTTPError as error:  # urllib3 has repeated the request up to here
                 assert answer.retries is not None
                 retries = answer.retries.increment("POST", self.url, error=error)
@@ -116,8 +119,8 @@ class Client:
         return content
 
     def _log_failure(self, reason: str) -> None:
-        if not self._silent:
-            self._silent = True
+        if time.monotonic() - self._logged > _MAX_BACKOFF:  # of several servers behind an address, one may be away
+            self._logged = time.monotonic()
             log.warning("%s: %s Each request is sent again, up to %d times.", self.url, reason, self.retries)
 
 

@@ -99,7 +99,8 @@ class VLMReward(Reward):
         png = to_png(noise(height, width))
         key = f"reward.{self.name}"
         too_large = f"; if an image of {width} x {height} is too large for it, raise its limit"
-        too_large += f"; if it refuses log probabilities, set {key}.logprobs=false" * self.logprobs
+        fewer = f"set {key}.logprobs=false, or, if it gives fewer of them, +{key}.extra_body.top_logprobs=5"
+        too_large += f"; if it refuses log probabilities, {fewer}" * self.logprobs
         too_large += f"; if it refuses another key, leave it out with +{key}.extra_body.<name>=null"
         with tried_out(key, self.url, f" and {key}.model=<the name of its model>{too_large}"):
             answer = self._ask(_Question([png] * (1 + (INPUT_IMAGE in metadata)), prompt), retries=False)
@@ -177,9 +178,16 @@ class _Answer(NamedTuple):
 
 
 def _by_probability(choice: Mapping[str, Any], answers: Mapping[str, float]) -> float:
-    """Return the expected value of the answers by the probabilities of the first word; NaN if it is none of them."""
-    weights = dict.fromkeys(answers, 0.0)
-    for alternative in choice["logprobs"]["content"][0]["top_logprobs"]:
+    """Return the expected value of the answers by the probabilities of the first word; NaN if it is none of them.
+
+    Raises LookupError or TypeError if there is a word without probabilities.
+    """
+    if choice.get("logprobs") is None and not choice["message"].get("content"):  # withheld, by any name
+        return math.nan
+    weights, first = dict.fromkeys(answers, 0.0), choice["logprobs"]["content"][0]
+    if not first["top_logprobs"]:
+        raise LookupError("no probabilities")
+    for alternative in first["top_logprobs"]:
         word = normal(alternative["token"])
         if word in weights:
             weights[word] += math.exp(alternative["logprob"])
@@ -189,6 +197,6 @@ def _by_probability(choice: Mapping[str, Any], answers: Mapping[str, float]) -> 
 
 def _by_text(choice: Mapping[str, Any], answers: Mapping[str, float]) -> float:
     """Return the value of the first answer in the text after its thoughts; NaN without one."""
-    text = _THOUGHTS.sub("", choice["message"]["content"] or "")  # null: it was cut in its thoughts
+    text = _THOUGHTS.sub("", choice["message"].get("content") or "")  # none: it was cut in its thoughts, or withheld
     words = map(normal, re.findall(r"[\w.+-]*\w", text))
     return next((answers[word] for word in words if word in answers), math.nan)

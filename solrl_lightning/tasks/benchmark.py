@@ -68,7 +68,7 @@ def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
     """Return the configuration of every row; named by family, precision and decoder."""
     task, configs = cfg.task_as(Benchmark), {}
     for family in task.families:
-        run = with_option(cfg, "family", family)
+        run = with_option(cfg, "family", family, configured=True)
         run.family.pool = task.sizes.pool or run.family.pool
         run.family.keep = task.sizes.keep or run.family.keep
         if run.family.compile == "auto":  # eager products are not to be compared with the family compile's
@@ -77,7 +77,7 @@ def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
         precisions: Sequence[str | None] = (SHADOW in run.samplers and task.precisions) or [None]
         decoders: Sequence[Decoder | None] = (run.family.explore is not None and task.decoders) or [None]
         for precision, decoder in product(precisions, decoders):
-            row = run.model_copy(deep=True) if precision is None else with_option(run, "precision", precision)
+            row = run.model_copy(deep=True) if precision is None else with_option(run, "precision", precision, True)
             if decoder is not None and row.family.explore is not None:
                 row.family.explore.decoder = decoder
                 run.check_decoder("task.decoders", decoder)

@@ -273,14 +273,46 @@ ROWS = [{"prompt": "one, two", "id": "007", "of": {"day": "2024-01-01"}}, {"prom
 BY_ID = json.dumps({f"{number:05}": row for number, row in enumerate(ROWS)})
 
 
-@pytest.mark.parametrize("content", [json.dumps(ROWS), pd.DataFrame(ROWS).to_json(), BY_ID])
-def test_error_about_a_json_file_has_the_command_that_converts_it(tmp_path: Path, content: str) -> None:
-    file = write(tmp_path / "o'prompts.json", content)
-    with pytest.raises(UserError, match=f"the prompt file {file} is invalid") as error:
-        read_records(file, "prompt")
-    follow(error)
-    records = read_records(file.with_suffix(".jsonl"), "prompt")
-    assert [{"prompt": record.text} | record.metadata for record in records] == ROWS
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps(ROWS),
+        pd.DataFrame(ROWS).to_json(),
+        json.dumps(pd.DataFrame(ROWS).to_dict("list")),
+        BY_ID,
+        "\n".join(map(json.dumps, ROWS)),
+    ],
+)
+def test_rows_of_a_json_file_are_read_in_each_layout(tmp_path: Path, content: str) -> None:
+    records = read_records(write(tmp_path / "prompts.json", content), "prompt")
+    assert [{"prompt": record.text} | {"of": {}} | record.metadata for record in records] == ROWS
+
+
+@pytest.mark.parametrize(
+    "content", [["a", "b"], {"0": "a", "1": "b"}, {"prompt": ["a", "b"]}, [{"prompt": ["a", "b"]}]]
+)
+def test_texts_of_a_json_file_are_prompts(tmp_path: Path, content: Any) -> None:
+    assert read_records(write(tmp_path / "a.json", json.dumps(content)), "prompt") == [Prompt("a"), Prompt("b")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{"info": {}, "annotations": [{"caption": "a"}]}',
+            "is invalid: .* object with the keys info, annotations. Wr",
+        ),
+        ('{"name": "a", "licence": "b"}', "is invalid: it must be a list .* with the keys name, licence"),
+        ("[1, 2]", "is invalid: .*; it is .1, 2."),
+        ('[{"prompt": "a"}, {"caption": "b"}]', "row 2 is invalid: .*(its keys: caption)"),
+        ('[{"prompt": "a", "prompt": "b"}]', "is invalid: it has the key 'prompt' twice"),
+        ('[{"prompt": "a", "score": NaN}]', "row 1 is invalid: .*NaN is no finite number"),
+        ('["a\\u0000"]', "row 1 is invalid: .*U.0000"),
+    ],
+)
+def test_other_json_files_are_errors(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_records(write(tmp_path / "a.json", content), "prompt")
 
 
 # The hub

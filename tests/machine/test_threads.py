@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from solrl_lightning import build
 from solrl_lightning.cli.launch import ranks_here
 from solrl_lightning.machine import threads
+from solrl_lightning.machine.memory import total_memory
 from solrl_lightning.machine.threads import choose, configure, divide_threads, quota
 
 SPIN = {"GOMP_SPINCOUNT": "10000"}
@@ -44,6 +45,22 @@ def test_quota_is_the_least_of_the_groups(tmp_path: Path, groups: str, files: di
     written(tmp_path, {"cgroup": groups})
     assert quota(tmp_path / "cgroup", written(tmp_path / "fs", files)) == cores
     assert quota(tmp_path / "none", tmp_path) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/", {"memory.max": "max"}, math.inf),
+        ("0::/job/step", {"job/memory.max": "4096", "job/step/memory.max": "max"}, 4096),
+        ("9:cpu:/x\n4:memory:/job", {"memory/job/memory.limit_in_bytes": "8192"}, 8192),
+        ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, math.inf),
+    ],
+)
+def test_memory_is_the_least_of_the_groups(tmp_path: Path, groups: str, files: dict[str, str], limit: float) -> None:
+    written(tmp_path, {"cgroup": groups})
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = total_memory(torch.device("cpu"), tmp_path / "cgroup", written(tmp_path / "fs", files))
+    assert memory == min(limit, physical)
 
 
 @pytest.mark.parametrize(

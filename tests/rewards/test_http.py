@@ -216,6 +216,10 @@ def test_outage_is_logged_in_one_line(server: type[Server], caplog: pytest.LogCa
         server.will_reply(*replies)
         reward(IMAGES, PROMPTS)
     line = f"{server.url}: it answered with status 503. Each request is sent again, up to 3 times."
+    assert caplog.messages == [line]  # of a minute
+    reward._client._logged -= 61
+    server.will_reply(BUSY, ONES)
+    reward(IMAGES, PROMPTS)
     assert caplog.messages == [line, line]
     server.will_reply(LATE, ONES)
     server.reward(timeout=0.5)(IMAGES, PROMPTS)

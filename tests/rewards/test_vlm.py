@@ -42,6 +42,7 @@ class Server(BaseHTTPRequestHandler):
     total: int | None = 10
     tokens: list[str | None]
     failures: int
+    content: dict[str, Any] | None = None  # in place of a chat completion
     filtered = 200  # the status where a filter withholds an answer
 
     def do_POST(self) -> None:
@@ -57,7 +58,8 @@ class Server(BaseHTTPRequestHandler):
         filtered = answer.get("finish_reason") == "content_filter"
         self.send_response(503 if cls.failures >= 0 else cls.filtered if filtered else 200)
         self.end_headers()
-        self.wfile.write(json.dumps({"choices": [answer], "usage": {"total_tokens": cls.total}}).encode())
+        completion = {"choices": [answer], "usage": {"total_tokens": cls.total}}
+        self.wfile.write(json.dumps(cls.content or completion).encode())
 
     def log_message(self, *args: Any) -> None: ...
 
@@ -170,6 +172,29 @@ def test_an_error_within_an_answer_is_repeated(server: type[Server]) -> None:
     with pytest.raises(ServerError, match='does not answer: It answered with an error: {"choices": .* 502'):
         reward(server)(IMAGES, PROMPTS)
     assert [request["place"] for request in server.requests].count(1) == 2
+
+
+@pytest.mark.parametrize(("code", "requests"), [(502, 2), ("429", 2), (401, 1)])
+def test_an_error_in_place_of_an_answer_is_as_its_status(server: type[Server], code: int | str, requests: int) -> None:
+    server.content = {"error": {"message": "Provider returned error", "code": code}, "user_id": "u"}
+    message = "It answered with an error: {" if requests == 2 else f"answered with status 401: .* {TOKEN}"
+    with pytest.raises(ServerError, match=message):
+        reward(server)(IMAGES[:1], PROMPTS[:1])
+    assert len(server.requests) == requests
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_a_message_without_content_is_no_score(server: type[Server], logprobs: bool) -> None:
+    server.choices[1] = {"message": {"role": "assistant"}, "finish_reason": "content_filter: PROHIBITED_CONTENT"}
+    with pytest.raises(NonFiniteError) as error:
+        reward(server, logprobs=logprobs)(IMAGES, PROMPTS)
+    assert error.value.row == 1
+
+
+def test_an_answer_without_alternatives_has_no_probabilities(server: type[Server]) -> None:
+    server.choices[0] = choice("Yes")
+    with pytest.raises(ServerError, match="with the log probabilities of the first word"):
+        reward(server)(IMAGES[:1], PROMPTS[:1])
 
 
 def test_equal_image_is_one_request_and_requests_are_counted(server: type[Server]) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
 from nano import prompts_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.cli.checks import check_prompts
+from solrl_lightning.cli.config import ConfigTree
+from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
@@ -70,6 +73,17 @@ def test_families_and_forward_passes_are_timed(
     assert json.loads((tmp_path / "benchmark.json").read_text()) == result
     out = capfd.readouterr().out
     assert "sol_rl int8" in out and "the process so far" in out
+
+
+def test_families_have_the_values_of_the_command_line_and_its_experiment(compose: Compose, monkeypatch: Patch) -> None:
+    options = (*SMALL, "family.pool=6", "task.families=[sol_rl,diffusionnft]", "precision.backend=emulated")
+    with ConfigTree() as tree:
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", tree.compose(options))
+    for family, row in family_configs(compose(*options, "task.precisions=[int8]"), CPU).items():
+        assert (row.family.pool, row.family.keep, row.precision.backend) == (6, 4, "emulated"), family
+    with pytest.raises(UserError, match="no key family.explore.steps with .*family=diffusionnft"):
+        monkeypatch.setattr(HydraConfig.get().overrides, "task", ["family.explore.steps=2"])
+        family_configs(compose(*options), CPU)
 
 
 def test_random_weights_and_shapes_captions_need_no_network(

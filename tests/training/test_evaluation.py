@@ -52,11 +52,11 @@ def test_evaluations_with_other_noise_measure_the_same_and_do_not_compare() -> N
 
 
 SAMPLING = (
-    "model.resolution=64 model.max_sequence_length=6 model.guidance=3.5 model.eval_steps=7 "
+    "model.resolution=64 model.max_sequence_length=6 model.eval_steps=7 "
     "model.solver=dpm2 model.scheduler={shift:3.0} model.dtypes.transformer=float32 base_weights=int8"
 ).split()
 IN_FILES = "pretrained variant transformer_weights fused_lora weights init_lora lora train".split()  # with digests
-OF_OTHER_MODELS = "guidance_scale num_frames frames flow_shift input_image policy".split()
+OF_OTHER_MODELS = "guidance guidance_scale num_frames frames flow_shift input_image policy".split()
 SAME = (
     "needs decode_batch preview_decoder embeddings gradient_checkpointing iterations prompts_per_iteration "
     "evaluation_every probe_every data full_steps preview_steps prefix_steps rung_steps explore_decoder rollout_batch "
