@@ -169,9 +169,9 @@ def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_n
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))
     # Only rank 0 logs, and it alone may make a logger: several would make MLflow's database at once.
     made = _made_each("logger", logger_nodes, Logger) if is_first() else dict.fromkeys(logger_nodes, DummyLogger())
-    for logger in made.values():
-        keep_earlier_file(logger)
     loggers = [Tracker(name, logger) for name, logger in made.items()]
+    for tracker in loggers:
+        tracker.attempt(partial(keep_earlier_file, tracker.logger), None)
     # Lightning adds its own ModelCheckpoint, in the logger's folder, and its own bar where there is none.
     kinds = {"enable_checkpointing": Checkpoint, "enable_progress_bar": ProgressBar}
     has = {name: any(isinstance(callback, kind) for callback in callbacks) for name, kind in kinds.items()}

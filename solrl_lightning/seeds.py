@@ -12,6 +12,7 @@ Shapes: P prompts, N pool, B batch, T solver steps.
 """
 
 import hashlib
+import random
 import struct
 from collections.abc import Sequence
 
@@ -73,6 +74,14 @@ def train_timesteps(seeds: Tensor, num_steps: int, fraction: float) -> Tensor:
     count = max(1, int(num_steps * fraction))
     orders = [permutation(f"timesteps/{seed}", num_steps)[:count] for seed in seeds.tolist()]
     return torch.tensor(np.array(orders, dtype=np.int64).reshape(len(orders), count))
+
+
+def seed_global_generators(seed: int, iteration: int, rank: int) -> None:
+    """Seed Python's, NumPy's and torch's own generators, of which the code of users may draw."""
+    word = int(_words(f"global/{seed}/{iteration}/{rank}", 1)[0])
+    random.seed(word)
+    np.random.seed(word)
+    torch.manual_seed(word)
 
 
 def permutation(identity: str, n: int) -> np.ndarray:

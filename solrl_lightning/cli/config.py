@@ -331,8 +331,10 @@ def _check_files(sources: Iterable[str]) -> None:
     packaged = _packaged()
     for folder in _folders(sources):
         for file in sorted(folder.glob(f"{EXPERIMENT}/**/[!.]*.yaml")):
-            if not _HEADER.search(file.read_text(encoding="utf-8", errors="replace")):
-                raise UserError(f"{file} is invalid: an experiment's file must begin with `# @package _global_`.")
+            text = file.read_text(encoding="utf-8", errors="replace")
+            if not _HEADER.search(text):
+                mark = ", and this one with a byte order mark. Save it as UTF-8 without" * text.startswith("\ufeff")
+                raise UserError(f"{file} is invalid: an experiment's file must begin with `# @package _global_`{mark}.")
         for name in (file.relative_to(packaged) for file in packaged.rglob("*.yaml")):
             if (folder / name).is_file() and not (folder / name).samefile(packaged / name):
                 raise UserError(

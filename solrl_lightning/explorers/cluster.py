@@ -57,6 +57,7 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
     except Exception as error:  # Ray raises this class itself, too
         reason = " ".join(str(error).split()).rstrip(".")
         join = "join this machine to one with 'ray start --address=<host>:6379' and the cluster's ~/.ray/auth_token"
+        join += ", run export RAY_AUTH_MODE=token for a cluster with a token"
         fix = f"Start a cluster with 'ray start --head', {join}, or leave it out."
         if "AF_UNIX" in reason:  # a path in the folder of temporary files, which a job of SLURM may name
             fix = "Set a folder with a short name, as in RAY_TMPDIR=/tmp."

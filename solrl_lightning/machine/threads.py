@@ -52,7 +52,7 @@ def quota(groups: Path = GROUPS, mounts: Path = MOUNTS) -> float:
     (``loky.cpu_count`` reads the root only.)
     """
     pairs = [text.split() for text in limits("cpu", ("cpu.max",), _CPU_FILES, groups, mounts)]
-    return min((int(time) / int(period) for time, period in pairs if time not in ("max", "-1")), default=math.inf)
+    return min((int(most) / int(period) for most, period in pairs if most not in ("max", "-1")), default=math.inf)
 
 
 def choose(

@@ -68,14 +68,14 @@ class Reward(ABC):
         return scores
 
     @torch.no_grad()
-    def described(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def described(self, images: Tensor, prompts: list[str], metadata: list[Metadata] | None = None) -> Tensor:
         """Return ``parts`` of images [B, 3, H, W], float32 [B, len(part_names)]; NaN where a part is undefined.
 
         Raises:
             UserError: ``parts`` did not return a column of real numbers for each of ``part_names``.
             RewardError: ``parts`` raised an exception.
         """
-        returned = self._call(self.parts, images, prompts, [])
+        returned = self._call(self.parts, images, prompts, [{} for _ in prompts] if metadata is None else metadata)
         return numbers_of(self.name, "parts", returned, (len(images), len(self.part_names))).to(images.device)
 
     def _call(self, method: Callable[..., Any], images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Any:
@@ -111,7 +111,7 @@ class Reward(ABC):
         """
         try:
             self(image.repeat(2, 1, 1, 1), [prompt] * 2, [metadata] * 2)
-            self.described(image.repeat(2, 1, 1, 1), [prompt] * 2)
+            self.described(image.repeat(2, 1, 1, 1), [prompt] * 2, [metadata] * 2)
         except (NonFiniteError, RewardError) as error:
             raise UserError(
                 f"the reward {self.name} is invalid: it must score a grey image; {str(error).rstrip('.')}. Correct it."
@@ -124,10 +124,11 @@ class Reward(ABC):
         A third parameter ``metadata`` gets a list of B dicts, which are empty for prompts without metadata.
         """
 
-    def parts(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def parts(self, images: Tensor, prompts: list[str], *args: Any, **kwargs: Any) -> Tensor:
         """Return properties of images [B, 3, H, W] that explain their scores, float32 [B, len(part_names)].
 
-        NaN where one is undefined, as of an object that is not found; its mean is then unknown.
+        NaN where one is undefined, as of an object that is not found; its mean is then unknown. ``metadata`` as in
+        ``score``.
         """
         return images.new_zeros(len(images), 0)
 

@@ -130,8 +130,8 @@ class WeightedRewards:
         if images.ndim == 5:
             scored, each = self._frames_of(images, prompts)
             return self.parts(*scored).unflatten(0, (len(images), each)).mean(1)
-        texts, _ = _columns(prompts)
-        return torch.cat([reward.described(images, texts) for reward in self.rewards.values()], dim=1)
+        texts, metadata = _columns(prompts)
+        return torch.cat([reward.described(images, texts, metadata) for reward in self.rewards.values()], dim=1)
 
     def _of_videos(self, videos: Tensor, prompts: list[Prompt]) -> Tensor:
         scored, each = self._frames_of(videos, prompts)

@@ -183,7 +183,7 @@ def tiles(facts: Mapping[str, Any]) -> list[Tile]:
     base, final = facts["base_reward"], facts["final_reward"]
     gain = None if facts["improvement"] is None else difference(base, final)
     quantities = [
-        (f"{reward} reward, base", base, error_of(facts, 0), "iteration 0"),
+        (f"{reward} reward, before", base, error_of(facts, 0), "iteration 0"),
         (f"{reward} reward, trained", final, error_of(facts, last), f"iteration {last}"),
         ("change", gain, error_of(facts, last, "change_error"), "prompt by prompt, same noise"),
         ("best evaluation", facts["best_reward"], None, best_text(facts)),
@@ -209,11 +209,11 @@ def tiles(facts: Mapping[str, Any]) -> list[Tile]:
 
 
 def best_text(facts: Mapping[str, Any]) -> str:
-    """Return the iteration of the best evaluation, and the base's reward if it is higher, as it is no candidate."""
+    """Return the iteration of the best evaluation, and the reward before training if it is higher."""
     monitor = facts.get("best_monitor") or facts["reward"]
     base = facts["other_rewards"].get(monitor, {"base": facts["base_reward"]})["base"]
     below = facts["best_reward"] is not None and base is not None and facts["best_reward"] < base
-    return f"iteration {facts['best_iteration']}" + (f", below the base's {number(base)}" if below else "")
+    return f"iteration {facts['best_iteration']}" + (f", below {number(base)} before training" if below else "")
 
 
 def shown_stages(facts: Mapping[str, Any]) -> dict[str, Mapping[str, float | None]]:
@@ -241,7 +241,7 @@ def sample_size(facts: Mapping[str, Any]) -> str:
     if size["prompts"] > 1:
         text += (
             " ± and bands are one standard error over prompts. Every evaluation has the same prompts and the same "
-            "noise, so the change from the base is taken prompt by prompt: how hard the prompts are is no part of its "
+            "noise, so the change is taken prompt by prompt: how hard the prompts are is no part of its "
             "error."
         )
     return text
@@ -264,7 +264,7 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
         note = "How much the pictures of a prompt differ: standard deviation of their thumbnails over its seeds."
         series = Series("diversity", [row["iteration"] for row in described], values)
         charts.append(draw_chart("diversity", [series], ITERATIONS, note=note))
-    columns = ["iteration", "training, s", "forward passes", f"{reward} reward", "change from the base"]
+    columns = ["iteration", "training, s", "forward passes", f"{reward} reward", "change"]
     cells = []
     for row in rows:
         cost = [f"{row['seconds']:.1f}", f"{row['evaluations']:,}"] if row in costed else [None, None]
@@ -280,7 +280,7 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     tables = [Table(columns, cells, folded=f"All {len(rows)} evaluations" if len(rows) > 1 else "")]
     if learned := parts_learned(facts):
         shares = [[name, two_decimals(base), two_decimals(last)] for name, base, last in learned]
-        columns = ["parts of the reward, and shares of what is right", "base", "last evaluation"]
+        columns = ["parts of the reward, and shares of what is right", "before", "last evaluation"]
         tables.insert(0, Table(columns, shares, "Means over the held-out images."))
     return Section(title, text, charts=charts, tables=tables)
 
@@ -324,7 +324,7 @@ def other_rewards_section(facts: Mapping[str, Any]) -> Section:
         rows.append([name, weight, measured(base, error_in(first, name)), measured(final, error_in(last, name)), gain])
         if scored:
             charts.append(evaluation_chart(f"{name} reward{', watched' * watched}", scored, name, "iteration"))
-    tables = [Table(["reward", "weight", "base", "trained", "change"], rows)] if rows else []
+    tables = [Table(["reward", "weight", "before", "trained", "change"], rows)] if rows else []
     return Section("Other rewards", [sample_size(facts)], charts=charts, tables=tables)
 
 

@@ -197,7 +197,7 @@ def tables(result: Mapping[str, Any]) -> list[Section]:
 
 
 def final_rewards(groups: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ["group", "seeds", "final", "final - reference", "improvement", "base", "s/iteration", "spearman"]
+    columns = ["group", "seeds", "final", "final - reference", "improvement", "before", "s/iteration", "spearman"]
     rows = []
     for group in groups:
         first, last, seconds = group["spearman_first"], group["spearman_last"], group["seconds_per_iteration"]

@@ -104,6 +104,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         dtype=dtype,
         scheduler=cfg.model.scheduler,
         scheduler_shift=module.model.euler_shift,
+        began_as=cfg.model.init_lora and Path(cfg.model.init_lora).name,
         settings=settings | {"train": cfg.model.train, "precision": precision},  # instead of auto
         picture=_PICTURE.as_posix() if grid.is_file() else None,
         name=cfg.task_as(Export).push or "<this folder>",
@@ -178,7 +179,7 @@ def licence_metadata(licence: str | None, page: str | None) -> dict[str, Any]:
 
 
 def results(summary: Mapping[str, Any], iterations: int) -> list[list[str]]:
-    """Return the reward, base, trained and change of each reward; empty if the run has not evaluated both."""
+    """Return name, reward before and after, and change of each reward; empty if the run has not evaluated both."""
     rows = {row["iteration"]: row for row in summary.get("evaluations", [])}
     if iterations == 0 or not {0, iterations} <= rows.keys():
         return []

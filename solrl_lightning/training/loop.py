@@ -40,7 +40,7 @@ from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.rollout.stage import Stage, candidates_per_prompt, velocities_per_prompt
 from solrl_lightning.sampling import SolverState
-from solrl_lightning.seeds import pool_seeds
+from solrl_lightning.seeds import pool_seeds, seed_global_generators
 from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES, Stopwatch
@@ -142,6 +142,11 @@ class ExploreTrainLoop(_FitLoop):
             self.trainer.validating = True
             self.epoch_loop.val_loop.run()
             self.trainer.training = True
+
+    def on_advance_start(self) -> None:
+        """Seed what a reward or a callback draws of: it must not depend on the iterations that this process has run."""
+        seed_global_generators(self.seed, self.trainer.current_epoch, self.trainer.global_rank)
+        super().on_advance_start()
 
     def advance(self) -> None:
         """Run one iteration; ``callbacks/requantize.py`` has given the old policy to everything that samples.

@@ -1,13 +1,16 @@
 """Runs that are killed at their end, diverge, or continue from the state of a run with other prompts or rewards."""
 
 import json
+import random
 import re
 import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import small_runs
 import torch
 from forks import Forks
@@ -18,6 +21,7 @@ from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.data.prompts import _unique_prompts
 from solrl_lightning.objectives.base import Loss
 from solrl_lightning.objectives.nft import NFT
+from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.shapes.world import eval_captions, train_captions
 
@@ -40,6 +44,28 @@ def results(run: Path) -> dict[str, Any]:
         "rank_fidelity": facts["rank_fidelity"],
         "lora": (run / "lora" / "pytorch_lora_weights.safetensors").read_bytes(),
     }
+
+
+def load(lora: bytes) -> dict[str, list[float]]:
+    """Return the tensors of a file, whose header is in any order."""
+    return {name: tensor.flatten().tolist() for name, tensor in safetensors.torch.load(lora).items()}
+
+
+class Noisy(Reward):
+    """Draws from the generators that the process has."""
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return images.mean((1, 2, 3)) + torch.randn(len(prompts)) + random.random() + np.random.rand()
+
+
+@pytest.mark.slow
+def test_what_a_reward_draws_is_the_same_in_a_resumed_run(command: Command, tmp_path: Path) -> None:
+    noisy = (*SMALL, "~reward.shapes", f"+reward.noisy={{_target_:{__name__}.Noisy,weight:1.0}}")
+    assert command(*noisy, "iterations=2", "hydra.run.dir=straight").status == 0
+    assert command(*noisy, "iterations=1", "hydra.run.dir=run").status == 0
+    assert command("ckpt=last", "hydra.run.dir=run", "iterations=2").status == 0
+    straight, run = (results(tmp_path / name) for name in ("straight", "run"))
+    assert load(straight.pop("lora")) == load(run.pop("lora")) and run == straight
 
 
 # Killed at the end

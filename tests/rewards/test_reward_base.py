@@ -232,6 +232,25 @@ def test_exception_of_a_reward_names_it_and_the_line() -> None:
         Returns([torch.nan] * 2).try_out(torch.full((3, 4, 4), 0.5), "a", {})
 
 
+class Counts(Reward):
+    """A reward whose only part is a number of the metadata."""
+
+    name, part_names = "counts", ("count",)
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return images.mean((1, 2, 3))
+
+    def parts(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
+        return torch.tensor([[float(row["count"])] for row in metadata])
+
+
+def test_parts_get_the_metadata() -> None:
+    Counts().try_out(torch.full((3, 4, 4), 0.5), "a", {"count": 3})
+    rewards = WeightedRewards({"counts": Counts()}, {"counts": 1.0})
+    parts = rewards.parts(torch.zeros(2, 3, 4, 4), [Prompt("a", {"count": 3}), Prompt("b", {"count": 4})])
+    assert parts.tolist() == [[3.0], [4.0]]
+
+
 class Describes(Returns):
     """A reward with two parts, which are the given value."""
 

@@ -152,7 +152,7 @@ def test_the_command_can_be_pasted_with_its_folders_and_modules(run: Path, monke
     ("changes", "text"),
     [
         ({"final_reward": None, "improvement": None}, "was 0.4321 before training, and not evaluated after."),
-        ({"best_reward": 0.4}, "iteration 9, below the base&#39;s 0.4321"),
+        ({"best_reward": 0.4}, "iteration 9, below 0.4321 before training"),
     ],
 )
 def test_a_run_that_ends_early_or_below_its_base_says_so(run: Path, changes: dict[str, Any], text: str) -> None:

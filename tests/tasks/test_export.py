@@ -126,7 +126,7 @@ def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(
 
 def test_usage_lines_of_the_card_run(exact: Exported) -> None:
     card = (exact.folder / "README.md").read_text()
-    assert exact.pipeline not in card and "no evaluation of its base model" in card
+    assert exact.pipeline not in card and "no evaluation before training" in card
     assert "# shapes LoRA for" in card and "shapes_strict" not in card  # its weight is 0
     assert "| precision | fp8 (emulated) |" in card and "| train | lora |" in card
     lora = exact.module.transformers.trained.config
@@ -210,6 +210,7 @@ def card_of(
         dtype="bfloat16",
         scheduler=scheduler,
         scheduler_shift=None,
+        began_as="style.safetensors",
         settings={"model": "flux1", "reward": "pickscore", "family": "a|b", "objective": "nft"},
         picture="images/base_and_trained.png",
         name="me/flux-pickscore",
@@ -225,7 +226,7 @@ def test_card_has_the_results_of_its_checkpoint_and_the_base_with_its_licence() 
     assert "| hpsv2, not trained on | 0.3000 | 0.2900 | -0.0100 |" in text and "25.00" not in text
     assert 'pipe.load_lora_weights("me/flux-pickscore", subfolder="lora_ema"' in text
     assert "iterations: 40 on NVIDIA H100" in text and "images/base_and_trained.png" in text
-    assert "a&#124;b" in text
+    assert "a&#124;b" in text and "began as the LoRA `style.safetensors`, so its licence applies" in text
 
 
 def test_card_of_an_open_and_of_an_unknown_base() -> None:
@@ -239,9 +240,7 @@ def test_card_of_an_open_and_of_an_unknown_base() -> None:
     assert "from_config(pipe.scheduler.config, shift_terminal=None)" in text
     text = card_of("someone/other", iterations=41)
     assert ModelCard(text).data.license is None
-    assert (
-        "no evaluation of its base model that compares with one after 41 iterations" in text and "22.0000" not in text
-    )
+    assert "no evaluation before training that compares with one after 41 iterations" in text and "22.0000" not in text
 
 
 def test_upload_sends_the_weights_and_the_card_only(
