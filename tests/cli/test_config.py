@@ -345,7 +345,10 @@ def test_error_names_a_key_at_the_root_of_a_file(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="the key iteration in a file of your own is invalid"):
             tree.jobs(["experiment=mine"], multirun=False)
     file.write_text("defaults:\n  - override /family: race\n", encoding="utf-8")  # which Hydra reports in its words
-    with pytest.raises(UserError, match="mine.yaml is invalid: .*`# @package _global_`"):
+    with pytest.raises(UserError, match="mine.yaml is invalid: .*`# @package _global_`[.]$"):
+        ConfigTree(config_dir=str(tmp_path))
+    file.write_text("# @package _global_\niterations: 3\n", encoding="utf-8-sig")
+    with pytest.raises(UserError, match="mine.yaml is invalid: .* with a byte order mark. Save it as UTF-8 without."):
         ConfigTree(config_dir=str(tmp_path))
 
 
