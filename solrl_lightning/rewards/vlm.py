@@ -56,7 +56,7 @@ class VLMReward(Reward):
         timeout: seconds without an answer, or from its first to its last byte, after which a request has failed.
         retries: attempts after the first one.
         backoff: seconds; retry n waits backoff * 2 ** (n - 1), at most 60, and the first one not at all.
-        extra_body: keys of every request, in place of those of the same name; null leaves one out.
+        extra_body: keys that every request gets, or that null leaves out.
 
     Raises:
         UserError: ``url`` is no address, or has a password; the token in the environment has other characters.

@@ -13,7 +13,7 @@ Submit = Callable[[Callable[[], T]], "Future[T]"]
 
 
 def worker_of(device: torch.device) -> Callable[[], AbstractContextManager[Submit]]:
-    """Return where images are scored: on a GPU in a thread of its own, beside the sampling; else in the caller's."""
+    """Return where images are scored: on a GPU in another thread, beside the sampling; else in the caller's."""
     return partial(background_worker, device) if device.type == "cuda" else inline_worker
 
 

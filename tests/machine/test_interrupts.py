@@ -5,12 +5,6 @@ import signal
 import time
 from types import FrameType
 
-import pytest
-
-pytestmark = pytest.mark.skipif(
-    "fork" not in multiprocessing.get_all_start_methods(), reason="this system does not fork"
-)
-
 
 def test_a_forked_process_dies_of_sigterm_where_the_run_only_asks_for_its_end() -> None:
     def request(number: int, frame: FrameType | None) -> None: ...
