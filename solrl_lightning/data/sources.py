@@ -240,13 +240,18 @@ def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Prompt]:
     records = []
     for number, line in enumerate(_read_lines(path), 1):
         if line.strip():
-            of_line = _json_records(line, column)
-            if isinstance(of_line, str):
-                raise UserError(f"{path} line {number} is invalid: {of_line}. Correct that line.")
-            for record in of_line:
-                for text in (record.text, json.dumps(record.metadata, ensure_ascii=False)):
-                    check_text(text, f"{path} line {number}")
-            records += of_line
+            records += _valid(_json_records(line, column), path, "line", number)
+    return records
+
+
+def _valid(records: list[Prompt] | str, path: Path, kind: str, number: int) -> list[Prompt]:
+    """Return the records of a line or row. Raises UserError for a rule that it breaks, and as ``check_text``."""
+    place = f"{path} {kind} {number}"
+    if isinstance(records, str):
+        raise UserError(f"{place} is invalid: {records}. Correct that {kind}.")
+    for record in records:
+        for text in (record.text, json.dumps(record.metadata, ensure_ascii=False)):
+            check_text(text, place)
     return records
 
 
@@ -269,11 +274,7 @@ def _read_json(path: Path, column: str) -> list[Prompt]:
     records = []
     for number, row in enumerate(rows, 1):
         of_row = [Prompt(row)] if isinstance(row, str) else _json_records(json.dumps(row), column)
-        if isinstance(of_row, str):
-            raise UserError(f"{path} row {number} is invalid: {of_row}. Correct that row.")
-        for record in of_row:
-            check_text(f"{record.text}{json.dumps(record.metadata, ensure_ascii=False)}", f"{path} row {number}")
-        records += of_row
+        records += _valid(of_row, path, "row", number)
     return records
 
 
