@@ -109,12 +109,10 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
 
 
 def read_settings(run: Run) -> Settings:
-    callbacks = read_record(Path(run.folder) / RECORDED_CONFIG, DictConfig, "seed").get("callbacks") or {}
-    # As written: their interpolations need Hydra.
-    resolved = leaves(resolved_config(run) | {"callbacks": OmegaConf.to_container(callbacks, resolve=False)})
+    resolved, callbacks = _read_config(run)
     values = {
         key: int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 and 1 are one setting
-        for key, value in resolved.items()
+        for key, value in leaves(resolved | {"callbacks": callbacks}).items()
         if not is_subkey(key, *_SAME_EXPERIMENT)
     }
     groups = {key.partition(".")[0] for key in values if "." in key}
@@ -134,12 +132,17 @@ def read_settings(run: Run) -> Settings:
 
 def resolved_config(run: Run) -> dict[str, Any]:
     """Return the recorded configuration of a run, without callbacks and loggers."""
+    return _read_config(run)[0]
+
+
+def _read_config(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `resolved_config` does, and the callbacks as written: their interpolations need Hydra."""
     cfg = read_record(Path(run.folder) / RECORDED_CONFIG, DictConfig, "seed")
     cfg.run_dir = run.folder
-    for group in ("callbacks", "logger"):  # their interpolations need Hydra
-        cfg.pop(group, None)
+    cfg.pop("logger", None)  # whose interpolations need Hydra, too
+    callbacks: Any = OmegaConf.to_container(cfg.pop("callbacks", None) or OmegaConf.create({}), resolve=False)
     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-    return dict(resolved)
+    return dict(resolved), callbacks
 
 
 def group_names(settings: Sequence[Settings]) -> list[str]:
