@@ -255,7 +255,10 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     """Return the table that a run prints at its end; report.html has the rest."""
     rows = [("status", _status(facts))]
     saved_at, evaluated_at = facts["last_checkpoint_iterations"], facts["final_reward_iteration"]
-    if saved_at is not None and saved_at < facts["iterations"]:
+    if saved_at is None and facts["iterations"] and facts["status"] in ("interrupted", "failed"):
+        again = f"the same overrides with ckpt=auto {path_option('hydra.run.dir', facts['paths']['run'])} begin again"
+        rows.append(("last checkpoint", f"none was written yet; {again}"))
+    elif saved_at is not None and saved_at < facts["iterations"]:
         rows.append(("last checkpoint", f"after {counted(saved_at, 'iteration')}; a resume repeats the later ones"))
     when = "" if evaluated_at is None else f", evaluated after {counted(evaluated_at, 'iteration')}"
     rows.append((f"{facts['reward']} reward", change(facts["base_reward"], facts["final_reward"]) + when))

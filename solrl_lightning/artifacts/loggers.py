@@ -158,12 +158,12 @@ class WandB(_Iterations, WandbLogger):
             import wandb
 
             keep = "WANDB_MODE" not in os.environ and not has_wandb_key(wandb.setup().settings.base_url)
+            if keep:  # setup has read the environment, in which Lightning would set the mode
+                options = {"mode": "offline"} | options
+                place = f"{save_dir}/wandb/*"
+                log.info("logger=wandb: there is no key, so the run stays here; upload it with wandb sync %s", place)
         else:
             keep = bool(offline)
-        if keep and offline == "auto":
-            log.info(
-                "logger=wandb: there is no key, so the run stays here; upload it with wandb sync %s/wandb/*", save_dir
-            )
         Path(save_dir).mkdir(parents=True, exist_ok=True)  # wandb takes the system's temporary folder if there is none
         self._id_file = Path(save_dir) / "wandb" / _RUN_ID
         super().__init__(save_dir=save_dir, offline=keep, **({"id": _read_id(self._id_file)} | options))

@@ -167,9 +167,12 @@ class ConfigTree:
             return f"Cannot read {argument!r}: an option is written key=value.{fix}"
         if not argument.isprintable():
             return f"Cannot read {argument!r}: it has characters that cannot be printed. Leave them out."
-        bare = re.sub(r"""(["'])(\w+)\1\s*:\s*""", r"\2:", argument)
+        bare = re.sub(r"""(["'])([^"':,{}]+)\1\s*:\s*""", r"\2:", argument)
         if bare != argument and self._reads(bare):
             return f"Cannot read {argument!r}: keys of a mapping have no quotes here. Write {shlex.quote(bare)}."
+        if not all(map(str.isascii, re.findall(r"""[{,]\s*["']?([^"':,{}]+)["']?\s*:""", value))):
+            fix = "Write the mapping in a file of --config-dir."
+            return f"Cannot read {argument!r}: keys of a mapping are words in ASCII here. {fix}"
         is_list = value.startswith("[") and value.endswith("]")
         texts = [text.strip().strip("'\"") for text in (value.strip("[]").split(",") if is_list else [value])]
         quoted = ",".join('"{}"'.format(os.path.expanduser(text).replace('"', '\\"')) for text in texts)

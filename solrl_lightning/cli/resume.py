@@ -214,9 +214,12 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
 
 
 def _check_not_trained(folder: Path) -> None:
-    """Raise UserError for a run without ``last.ckpt`` that has a result, which beginning again would replace."""
+    """Raise UserError for a run without ``last.ckpt`` that has a result, which beginning again would replace.
+
+    One that was interrupted before its first checkpoint has a result of few iterations, which its repetition replaces.
+    """
     result = next((folder / name for name in ("lora", "transformer") if (folder / name).is_dir()), None)
-    if result is not None:
+    if result is not None and read_summary(folder).get("last_checkpoint_iterations", 0) is not None:
         best = path_option("ckpt", folder / BEST)
         lora = _from_lora(result) if result.name == "lora" else "Begin a new run with hydra.run.dir=<folder>"
         fix = f"Branch from its best evaluation with {best}" if (folder / BEST).is_file() else lora

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
 from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ _THOUGHTS = re.compile(
 )
 _PATH = re.compile(r"(/chat/completions)?/*(?=[?#]|$)")  # the end of an address's path, before a query
 _WITHHELD = b'"content_filter"'  # reason of the end, or code of status 400, of Azure
+_IN_WORDS = "._+-\u200c\u200d"  # and the joiners within words of Persian and Hindi
 _LONGEST = 2048  # tokens of an answer that is read as text, most of them thoughts
 
 
@@ -198,5 +200,12 @@ def _by_probability(choice: Mapping[str, Any], answers: Mapping[str, float]) -> 
 def _by_text(choice: Mapping[str, Any], answers: Mapping[str, float]) -> float:
     """Return the value of the first answer in the text after its thoughts; NaN without one."""
     text = _THOUGHTS.sub("", choice["message"].get("content") or "")  # none: it was cut in its thoughts, or withheld
-    words = map(normal, re.findall(r"[\w.+-]*\w", text))
+    words = (normal(form) for word in _words(text) for form in (word, word.rstrip(".+-")))
     return next((answers[word] for word in words if word in answers), math.nan)
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a text: letters with their marks, as of Hindi and Thai, digits, and the signs of numbers."""
+    in_words = (one in _IN_WORDS or unicodedata.category(one)[0] in "LMN" for one in text)
+    words = "".join(one if inside else " " for one, inside in zip(text, in_words, strict=True)).split()
+    return [word.strip("_") for word in words]  # which makes a word bold in Markdown

@@ -65,6 +65,8 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         optimizer = make_optimizer(cfg.optimizer)([torch.zeros(1, 1, requires_grad=True)])
         for state in checkpoint["optimizer_states"]:
             check_fits(optimizer, state)
+    trained = "all" if cfg.family.keep == cfg.family.pool else str(cfg.family.keep)
+    log.info("family: %d candidates of each prompt, %s of them trained on", cfg.family.pool, trained)
     seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg.trainer, cfg.callbacks, cfg.logger)
     folder = Path(cfg.run_dir)

@@ -101,6 +101,22 @@ def test_folder_of_wandb_init_replaces_that_of_the_run(tmp_path: Path, monkeypat
     assert WandB(str(tmp_path / "run"), True, dir=str(tmp_path / "fast")).save_dir == str(tmp_path / "fast")
 
 
+def test_wandb_without_a_key_is_offline_from_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its setup reads the environment, in which Lightning sets a mode later, so ``wandb.init`` is given the mode."""
+    monkeypatch.setattr("solrl_lightning.artifacts.loggers.check_installed", lambda *args: None)
+    address = SimpleNamespace(settings=SimpleNamespace(base_url="https://api.wandb.ai"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(setup=lambda: address))
+    modes: list[str | None] = []
+    monkeypatch.setattr(WandbLogger, "__init__", lambda self, mode=None, **options: modes.append(mode))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    WandB(str(tmp_path), "auto")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
+    WandB(str(tmp_path), "auto")
+    assert modes == ["offline", None]
+
+
 def test_mlflow_s_pictures_lie_where_the_option_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("solrl_lightning.machine.packages.is_installed", {"mlflow"}.__contains__)
     places: list[str] = []

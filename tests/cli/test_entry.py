@@ -348,6 +348,14 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("'data.train=\u201ca b.txt\u201d'", "a word processor. Write 'data.train=\"a b.txt\"'.\n"),
         ("\u2013m seed=1,2", "its dashes are from a word processor. Write -m.\n"),
         ("\u2014help", "its dashes are from a word processor. Write --help.\n"),
+        (
+            '\'+reward.vlm.answers={"very good":1,"bad":0}\'',
+            "have no quotes here. Write '+reward.vlm.answers={very good:1,bad:0}'.",
+        ),
+        (
+            '\'+reward.vlm.answers={"是":1,"否":0}\'',
+            "keys of a mapping are words in ASCII here. Write the mapping in a file",
+        ),
         ('"task.cost={\\"explore\\": 0.25}"', "have no quotes here. Write 'task.cost={explore:0.25}'."),
         ("hydra.run.dir=~/a", f"needs quotes that survive the shell: 'hydra.run.dir=\"{Path.home()}/a\"'."),
         ('"task.prompts=[it\'s]"', 'A text with "\'" needs quotes'),
@@ -456,6 +464,9 @@ def test_a_run_whose_checkpoints_were_removed_keeps_its_results(command: Command
         assert "run has trained, and its checkpoints/last.ckpt was removed" in message and message.endswith(fix)
         (tmp_path / "run" / "checkpoints").mkdir(exist_ok=True)
         (tmp_path / "run" / "checkpoints" / "best.ckpt").touch()
+    facts = {"status": "completed", "final_reward": 1, "config": {}, "evaluations": [], "last_checkpoint_iterations": 2}
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(facts))
+    assert "last.ckpt was removed" in error_of(command, f"ckpt={ckpt}", "hydra.run.dir=run")
 
 
 def test_a_run_begins_with_a_checkpoint_or_with_a_lora(command: Command, tmp_path: Path, earlier: Path) -> None:

@@ -135,6 +135,18 @@ def test_answer_is_read_as_text_where_there_are_no_probabilities(server: type[Se
     server.choices = [{"message": {"content": text}} for text in ("Mark: 4.0", "**５**", "1.")]
     marks = {str(mark): float(mark) for mark in range(1, 6)}
     assert reward(server, logprobs=False, answers=marks)(IMAGES, PROMPTS).tolist() == [4.0, 5.0, 1.0]
+    for yes, no in (
+        ("हाँ", "नहीं"),
+        ("ใช่", "ไม่ใช่"),
+        ("ஆம்", "இல்லை"),
+        ("نعم", "می‌خواهم"),
+        ("A+", "B-"),
+        ("very_good", "bad"),
+    ):
+        said = (f"- {yes}। {no}!", f"**{no}**: {yes}", f"__{yes}__")
+        server.choices = [{"message": {"content": text}} for text in said]
+        answers = {yes: 1.0, no: 0.0}
+        assert reward(server, logprobs=False, answers=answers)(IMAGES, PROMPTS).tolist() == [1.0, 0.0, 1.0], yes
     server.requests.clear()
     server.choices = [{"message": {"content": text}} for text in texts]
     reward(server, logprobs=False)(IMAGES[:1], PROMPTS[:1])

@@ -227,6 +227,14 @@ def test_a_signal_during_an_evaluation_ends_the_run_with_its_results(
     summary = summary_of(tmp_path / "run")
     assert (summary["status"], summary["iterations"]) == ("interrupted", evaluations)
     assert (tmp_path / "run" / "lora").is_dir() == (evaluations > 0)
+    assert done.out.count("none was written yet; the same overrides with ckpt=auto hydra.run.dir=") == evaluations
+    assert "resume with" not in done.err
+    if number == signal.SIGXCPU:  # before the first checkpoint, though there is a LoRA
+        monkeypatch.setattr(SolRLModule, "validation_step", validation_step)
+        assert "Begin it again with" in command("ckpt=last", "hydra.run.dir=run").err
+        again = command(*LONG, "iterations=2", "ckpt=auto", "hydra.run.dir=run")
+        assert again.status == 0, again.err
+        assert summary_of(tmp_path / "run")["status"] == "completed"
 
 
 def test_a_program_of_nohup_goes_on_without_its_terminal() -> None:
