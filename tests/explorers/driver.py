@@ -313,11 +313,15 @@ def assert_same_weights(folder: Path) -> None:
 
 def test_jobs_of_a_sweep_begin_a_cluster_each(cluster: Cluster, runs: Forks, tmp_path: Path) -> None:
     sweep = ["-m", *SMALL, "optimizer.lr=1e-4,2e-4", "explorers=ray", "hydra.sweep.dir=sweep"]
-    workers = {ray_worker.ADDRESS: os.environ[ray_worker.ADDRESS]}
-    (ended,) = runs.ranks(tmp_path, [workers], *sweep, target="explorers/driver:with_forked_workers")
+    (ended,) = runs.ranks(tmp_path, [forked_workers()], *sweep, target="explorers/driver:with_forked_workers")
     assert ended.status == 0, ended.output
     summaries = [json.loads(file.read_text()) for file in tmp_path.glob("sweep/*/summary.json")]
     assert [summary["status"] for summary in summaries] == ["completed", "completed"]
+
+
+def forked_workers() -> dict[str, str]:
+    """Return the environment of `with_forked_workers`."""
+    return {ray_worker.ADDRESS: os.environ[ray_worker.ADDRESS]}
 
 
 def with_forked_workers(arguments: list[str]) -> int:
@@ -390,7 +394,7 @@ def test_run_whose_cluster_is_gone_says_so_and_resumes(cfg: Run, runs: Forks, tm
         Thread(target=end_the_cluster, args=[folder], daemon=True).start()
         arguments = [*SMALL, "explorers=ray", "explorers.count=2", "iterations=40", "hydra.run.dir=there"]
         target = "explorers/driver:with_errors_in_a_file"
-        (ended,) = runs.ranks(tmp_path, [{"RAY_TMPDIR": folder}], *arguments, target=target)
+        (ended,) = runs.ranks(tmp_path, [forked_workers() | {"RAY_TMPDIR": folder}], *arguments, target=target)
     line = "error: Ray has ended here or at the head of the cluster, or this process was killed. Start it again, and "
     end = time.monotonic() + 10
     while line not in (errors := (tmp_path / "errors").read_text()) and time.monotonic() < end:
@@ -413,4 +417,4 @@ def test_run_whose_cluster_is_gone_says_so_and_resumes(cfg: Run, runs: Forks, tm
 def with_errors_in_a_file(arguments: list[str]) -> int:
     """Run the command line, whose witness may write after its end."""
     os.dup2(os.open("errors", os.O_CREAT | os.O_WRONLY), 2)
-    return main(arguments)
+    return with_forked_workers(arguments)
