@@ -134,9 +134,12 @@ def run(cfg: DictConfig) -> Any:
         if sweeps:
             silence_libraries()  # a launcher may have started this process
             threads.configure(ranks_here())
+        from solrl_lightning.cli.sweep_job import continued, isolated_sweep_job
         from solrl_lightning.options.run import Run
 
         options = Run.of(cfg)  # whose values a sweeper may have chosen
+        if sweeps and options.trains and (folder / LAST).is_file():
+            options = Run.of(continued(cfg, folder))
         task = _task(options.task.target)
         if options.trains and is_first():
             remember(folder)
@@ -144,8 +147,6 @@ def run(cfg: DictConfig) -> Any:
             result = task(options)
             end_together()
             return result
-        from solrl_lightning.cli.sweep_job import isolated_sweep_job
-
         with isolated_sweep_job(folder):
             return task(options)
     except BrokenPipeError:  # the reader of the output is gone
@@ -266,12 +267,12 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         if new:
             check_new(folder)
         check_writable(folder, other)
-    if not tree.sweeps:
-        trained = [cfg.run_dir for cfg in jobs.values() if cfg.trains]
-        _print_first(*(f"run folder: {folder}; loading libraries" for folder in trained))
     if resumed.checkpoint is not None and (recorded := recorded_contents(resumed.checkpoint)) is not None:
         _is_over(resumed, jobs, *recorded)
     _each(jobs, checks.check_needs)
+    if not tree.sweeps:
+        trained = [cfg.run_dir for cfg in jobs.values() if cfg.trains]
+        _print_first(*(f"run folder: {folder}; loading libraries" for folder in trained))
     _each(jobs, checks.check_machine)
     message = resumed.message
     if resumed.checkpoint is not None:

@@ -23,7 +23,6 @@ from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from solrl_lightning.artifacts.files import write_atomically
-from solrl_lightning.machine.packages import check_installed
 
 log = logging.getLogger(__name__)
 file_logger = logging.getLogger("solrl_lightning.record")
@@ -146,13 +145,9 @@ class WandB(_Iterations, WandbLogger):
         save_dir: folder of its files.
         offline: true, false, or auto: keep the run on this machine if there is no key.
         options: arguments of Lightning's logger and of ``wandb.init``, whose ``dir`` replaces ``save_dir``.
-
-    Raises:
-        UserError: wandb is not installed.
     """
 
     def __init__(self, save_dir: str, offline: bool | str, **options: Any) -> None:
-        check_installed("logger=wandb", "wandb")
         save_dir = options.pop("dir", save_dir)  # Lightning's logger would leave it out
         if offline == "auto":  # WANDB_MODE also says where a run stays
             import wandb
@@ -198,13 +193,9 @@ class MLflow(_Iterations, MLFlowLogger):
         save_dir: folder of the id and, without a tracking_uri, of the database and of the pictures.
         tracking_uri: address of a server, or None.
         options: arguments of Lightning's logger.
-
-    Raises:
-        UserError: mlflow is not installed.
     """
 
     def __init__(self, save_dir: str, tracking_uri: str | None, **options: Any) -> None:
-        check_installed("logger=mlflow", "mlflow")
         self._recorded = tracking_uri or ""  # with the id, as another server does not have the page
         if tracking_uri is None:  # newer versions of MLflow refuse Lightning's default, a folder of files
             folder = Path(save_dir).resolve()

@@ -28,6 +28,11 @@ from solrl_lightning.rewards.geneval_metadata import check_metadata
 from solrl_lightning.run_prompts import prompt_sets, requested_prompts, sources
 
 _TRAIN = "solrl_lightning.tasks.train.train"
+_PACKAGES = {  # that optional classes import, and the requirement with them
+    "solrl_lightning.artifacts.loggers.WandB": (["wandb"], "wandb"),
+    "solrl_lightning.artifacts.loggers.MLflow": (["mlflow"], "mlflow"),
+    "solrl_lightning.rewards.ocr.OCR": (["onnxruntime", "rapidocr"], "solrl-lightning[ocr]"),
+}
 _NEEDED_CALLBACKS = ("requantize", "checkpoint", "export", "summary")
 
 
@@ -122,10 +127,19 @@ def check_needs(options: Run) -> None:
         check_push(task.push)
     if any(member["_target_"] in (HTTP, VLM) for member in options.reward.members.values()):
         read_token()
-    if options.explores_elsewhere:
-        check_installed("explorers=ray", "ray", of="solrl-lightning[ray]")
+    check_packages(options)
     for source in sources(options).values():
         check_source(source)
+
+
+def check_packages(options: Run) -> None:
+    """Raise UserError for an optional package that is not installed and that the run imports."""
+    if options.explores_elsewhere:
+        check_installed("explorers=ray", "ray", of="solrl-lightning[ray]")
+    nodes = [(f"logger={name}", node or {}) for name, node in options.logger.items()]
+    for option, node in [*nodes, *((f"reward={name}", node) for name, node in options.reward.members.items())]:
+        packages, of = _PACKAGES.get(node.get("_target_", ""), ([], ""))
+        check_installed(option, *packages, of=of)
 
 
 def check_prompts(options: Run) -> None:

@@ -479,7 +479,8 @@ def _check_option(override: Override, options: list[str]) -> None:
     for option in value if isinstance(value, list) else [value]:
         if str(option).removesuffix(".yaml") not in options and not (option is None and override.is_delete()):
             near = did_you_mean([f"{group}={name}" for name in nearest(str(option), options)])
-            raise UserError(f"There is no {group} named {option!r}.{near} The options are {', '.join(options)}.")
+            known = f"The options are {', '.join(options)}, by files that end in .yaml"
+            raise UserError(f"There is no {group} named {option!r}.{near} {known}.")
 
 
 def _nodes(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,8 @@
 """A job of a sweep, as Lightning's launcher sees it."""
 
+import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -10,14 +12,34 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict, read_write
+from omegaconf import DictConfig, open_dict, read_write
 
 import solrl_lightning
-from solrl_lightning.artifacts.run_folder import claimed
+from solrl_lightning.artifacts.run_folder import LAST, NEXT_RECORD, RECORD, claimed
 from solrl_lightning.cli.config import as_written, own_sources, searched
 from solrl_lightning.cli.launch import expire_store, is_first
+from solrl_lightning.cli.resume import check_checkpoint
+
+log = logging.getLogger(__name__)
 
 RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def continued(cfg: DictConfig, folder: Path) -> DictConfig:
+    """Return the options of a job that its scheduler has started again, which continues after its last checkpoint.
+
+    Only such a job has a checkpoint in its folder: a sweep begins in a new one. Raises UserError for a damaged file.
+    """
+    checkpoint = folder.absolute() / LAST
+    check_checkpoint(checkpoint)
+    (folder / NEXT_RECORD).mkdir(exist_ok=True)
+    if is_first():
+        for file in (folder / RECORD).glob("*.yaml"):  # which Hydra has written again
+            shutil.copy(file, folder / NEXT_RECORD)
+        log.info("this job was started again: it continues %s", checkpoint)
+    with open_dict(cfg):
+        cfg.ckpt = str(checkpoint)
+    return cfg
 
 
 @contextmanager

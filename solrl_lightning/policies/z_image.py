@@ -86,6 +86,9 @@ class FixedLengthTransformer(ZImageTransformer2DModel):
         return *lengthen(tokens, rotations, mask, x.shape[1] + self.caption_tokens), noise_mask
 
 
+FixedLengthTransformer.__name__ = ZImageTransformer2DModel.__name__  # in saved configurations and model cards
+
+
 def lengthen(x: Tensor, rotations: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pad tokens [B, S, D], their rotations [B, S, ...] and the mask [B, S], None if all are real, to ``length``."""
     missing = length - x.shape[1]

@@ -16,7 +16,6 @@ from torch import Tensor
 from torchmetrics.functional.text import edit_distance
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.machine.packages import check_installed
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.preprocessing import eight_bits
 
@@ -41,7 +40,6 @@ class OCR(Reward):
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         # RapidOCR imports onnxruntime at the first image.
-        check_installed("reward=ocr", "onnxruntime", "rapidocr", of="solrl-lightning[ocr]")
         rapidocr: Any = import_module("rapidocr")
         self.device = torch.device(device)
         self._read = rapidocr.RapidOCR(params=_OPTIONS)

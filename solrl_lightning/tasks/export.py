@@ -85,6 +85,8 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
     settings = {key: value for key, value in settings.items() if key != "lora_rank"}
     if with_lora:
         settings |= {"lora_rank": cfg.model.lora.rank, "lora_alpha": cfg.model.lora.alpha}
+    if cfg.base_weights != "bfloat16":
+        settings["base_weights"] = cfg.base_weights
     precision = state.get("precision_backend", "nvfp4")
     grid = run / "samples" / f"grid_{done:06d}.png"
     if grid.is_file():
@@ -102,6 +104,8 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         pipeline=module.model.pipeline_class.__name__,
         transformer=transformer,
         dtype=dtype,
+        variant=cfg.model.variant,
+        edits=cfg.model.input_image,
         scheduler=cfg.model.scheduler,
         scheduler_shift=module.model.euler_shift,
         began_as=cfg.model.init_lora and Path(cfg.model.init_lora).name,
@@ -135,7 +139,7 @@ def model_card(
     on_hub = base != "tiny" and not is_path(base)
     licence, page = (licence_of(base), f"https://huggingface.co/{base}") if on_hub else (None, None)
     place = repr(base) if on_hub else '"<folder of the base model>"'
-    made = "text-to-video" if "num_frames" in call else "text-to-image"
+    made = "image-to-image" if shown["edits"] else "text-to-video" if "num_frames" in call else "text-to-image"
     used = {"solrl_lightning": __version__} | (summary.get("versions") or {})
     card = ModelCard.from_template(
         ModelCardData(

@@ -96,14 +96,12 @@ def test_a_logger_needs_no_experiment(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_folder_of_wandb_init_replaces_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("solrl_lightning.machine.packages.is_installed", {"wandb"}.__contains__)
     monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", True)
     assert WandB(str(tmp_path / "run"), True, dir=str(tmp_path / "fast")).save_dir == str(tmp_path / "fast")
 
 
 def test_wandb_without_a_key_is_offline_from_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its setup reads the environment, in which Lightning sets a mode later, so ``wandb.init`` is given the mode."""
-    monkeypatch.setattr("solrl_lightning.artifacts.loggers.check_installed", lambda *args: None)
     address = SimpleNamespace(settings=SimpleNamespace(base_url="https://api.wandb.ai"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(setup=lambda: address))
     modes: list[str | None] = []
@@ -118,7 +116,6 @@ def test_wandb_without_a_key_is_offline_from_the_first_call(tmp_path: Path, monk
 
 
 def test_mlflow_s_pictures_lie_where_the_option_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("solrl_lightning.machine.packages.is_installed", {"mlflow"}.__contains__)
     places: list[str] = []
     monkeypatch.setattr(MLFlowLogger, "__init__", lambda self, **options: places.append(options["artifact_location"]))
     MLflow(str(tmp_path), None)
@@ -136,7 +133,6 @@ def test_mlflow_continues_the_page_of_a_resumed_run_and_tags_what_has_changed(
         get_run=lambda run_id: SimpleNamespace(data=SimpleNamespace(params=params)),
         set_tag=lambda run_id, *tag: events.append(tag),
     )
-    monkeypatch.setattr("solrl_lightning.machine.packages.is_installed", {"mlflow"}.__contains__)
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
     monkeypatch.setattr(MLFlowLogger, "log_hyperparams", lambda self, values: events.append(values))
 
@@ -158,7 +154,6 @@ def test_mlflow_continues_the_page_of_a_resumed_run_and_tags_what_has_changed(
 
 
 def test_wandb_continues_the_page_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("solrl_lightning.artifacts.loggers.check_installed", lambda *args: None)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
     ids: list[str | None] = []
 

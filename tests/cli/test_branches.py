@@ -1,10 +1,12 @@
 """Runs that are killed at their end, diverge, or continue from the state of a run with other prompts or rewards."""
 
 import json
+import os
 import random
 import re
 import shlex
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import safetensors.torch
 import small_runs
 import torch
 from forks import Forks
+from lightning.pytorch import Callback, Trainer
 from small_runs import Command, checkpoint, the_line
 from torch import Tensor
 
+import solrl_lightning.__main__
 from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.data.prompts import _unique_prompts
 from solrl_lightning.objectives.base import Loss
@@ -66,6 +70,46 @@ def test_what_a_reward_draws_is_the_same_in_a_resumed_run(command: Command, tmp_
     assert command("ckpt=last", "hydra.run.dir=run", "iterations=2").status == 0
     straight, run = (results(tmp_path / name) for name in ("straight", "run"))
     assert load(straight.pop("lora")) == load(run.pop("lora")) and run == straight
+
+
+class TerminateOnce(Callback):
+    """Ends the job in its second iteration, when it runs for the first time."""
+
+    left = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1 and self.left:
+            type(self).left = 0
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_job_of_a_sweep_that_is_requeued_continues(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As submitit starts it again: Hydra calls the task in the same folder, without the checks of a command line."""
+    terminate = f"+callbacks.terminate._target_={__name__}.TerminateOnce"
+    sweep = ["-m", *SMALL, "iterations=3", "seed=1,2", terminate]
+    assert command(*sweep, "hydra.sweep.dir=straight").status == 0
+    checked: list[Any] = []
+    prepare = solrl_lightning.__main__.prepare
+    monkeypatch.setattr("solrl_lightning.__main__.prepare", lambda line: checked.append(prepare(line)) or checked[-1])
+    TerminateOnce.left = 1
+    done = command(*sweep, "hydra.sweep.dir=sweep")
+    assert done.status == 143 and len(checked) == 1, done.err
+    monkeypatch.setattr("solrl_lightning.__main__.prepare", lambda line: (checked[0][0], {}))
+    done = command(*sweep, "hydra.sweep.dir=sweep")
+    assert done.status == 0, done.err
+    assert done.out.count("this job was started again: it continues ") == 1
+    for straight in sorted((tmp_path / "straight").glob("*_*")):
+        run = tmp_path / "sweep" / straight.name
+        one, other = results(straight), results(run)
+        assert load(one.pop("lora")) == load(other.pop("lora")) and one == other
+        assert sorted(file.name for file in (run / ".hydra").iterdir()) == [
+            "config.yaml",
+            "hydra.yaml",
+            "overrides.yaml",
+        ]
 
 
 # Killed at the end

@@ -1,6 +1,7 @@
 """Errors before libraries are loaded, processes are started or weights are read."""
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -71,10 +72,24 @@ def test_port_in_use_is_an_error(compose: Compose) -> None:
             check_needs(compose("task=serve", f"task.port={port}"))
 
 
-def test_missing_package_names_the_extra(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(UserError, match=r"package uvicorn is not installed. Install it with pip install 'solrl-"):
-        check_needs(compose("task=serve"))
+@pytest.mark.parametrize(
+    ("option", "package", "of"),
+    [
+        ("task=serve", "uvicorn", "'solrl-lightning[serve]'"),
+        ("explorers=ray", "ray", "'solrl-lightning[ray]'"),
+        ("logger=wandb", "wandb", "wandb"),
+        ("logger=mlflow", "mlflow", "mlflow"),
+        ("reward=ocr", "rapidocr", "'solrl-lightning[ocr]'"),
+        ("reward=ocr", "onnxruntime", "'solrl-lightning[ocr]'"),
+    ],
+)
+def test_missing_package_names_its_requirement(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, option: str, package: str, of: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    rule = f"{option} is invalid: the package {package} is not installed. Install it with pip install {of}, or leave"
+    with pytest.raises(UserError, match=f"^{re.escape(rule)}"):
+        check_needs(compose(option))
 
 
 def test_token_that_no_header_can_hold_is_an_error(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
@@ -349,3 +350,8 @@ def test_image_that_does_not_fit_is_decoded_in_tiles(model: PipelineAdapter, arc
     limited(tight, images=0, side=0)
     with pytest.raises(torch.OutOfMemoryError):
         tight.decode(latents)
+
+
+def test_saved_configurations_name_the_class_of_diffusers(model: PipelineAdapter) -> None:
+    cls = type(model.transformer)
+    assert getattr(diffusers, cls.__name__) in cls.__mro__

@@ -1,7 +1,6 @@
 """OCR with RapidOCR's own models on drawn text; the distance against hand-made pairs."""
 
 import socket
-import sys
 from typing import Any
 
 import numpy as np
@@ -84,10 +83,3 @@ def test_text_in_letters_that_the_models_do_not_know_is_an_error(reward: OCR, te
 @pytest.mark.parametrize("prompt", ['a "red" and a "blue" sign', "a “red” and a “blue” sign", "ein „red“ Schild"])
 def test_first_quoted_text_is_the_target(prompt: str) -> None:
     assert text_in_quotes(prompt) == "red"
-
-
-@pytest.mark.parametrize("package", ["onnxruntime", "rapidocr"])
-def test_error_about_a_missing_package_has_the_command(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)  # makes an import an error
-    with pytest.raises(UserError, match=rf"package {package} is not .* pip install 'solrl-lightning\[ocr\]'"):
-        OCR()

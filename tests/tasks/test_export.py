@@ -155,10 +155,12 @@ def test_usage_lines_take_the_transformer_where_a_lora_is_fused(
 
 
 def test_usage_lines_of_sana_sample_as_the_evaluations(tmp_path: Path) -> None:
+    """With its default variant, whose files a pipeline without it does not find."""
     folder = save_nano(tmp_path / "pipeline", architecture="sana")
+    for file in Path(folder).glob("*/*.safetensors"):
+        file.rename(file.with_suffix(".bf16.safetensors"))
     options = (
         "model=sana",
-        "model.variant=null",
         "model.resolution=32",
         "model.embeddings=null",
         "model.dtypes.default=float32",
@@ -196,6 +198,7 @@ def card_of(
     altered: Sequence[str] = (),
     scheduler: dict[str, Any] | None = None,
     iterations: int = 40,
+    edits: bool = False,
     **call: int,
 ) -> str:
     return model_card(
@@ -208,6 +211,8 @@ def card_of(
         pipeline="FluxPipeline",
         transformer="FluxTransformer2DModel",
         dtype="bfloat16",
+        variant=None,
+        edits=edits,
         scheduler=scheduler,
         scheduler_shift=None,
         began_as="style.safetensors",
@@ -238,6 +243,9 @@ def test_card_of_an_open_and_of_an_unknown_base() -> None:
     text = card_of("Qwen/Qwen-Image", ["a/b/c.safetensors", "d.pth"], scheduler={"shift_terminal": None})
     assert "with `a/b/c.safetensors` and `d.pth`, and so give other images" in text and "load_lora" not in text
     assert "from_config(pipe.scheduler.config, shift_terminal=None)" in text
+    text = card_of("Qwen/Qwen-Image-Edit", edits=True)
+    assert ModelCard(text).data.pipeline_tag == "image-to-image" and "from diffusers.utils import load_image\n" in text
+    assert 'pipe(image=load_image("<square image>"), prompt="an instruction", num_inference_steps=28).images[0]' in text
     text = card_of("someone/other", iterations=41)
     assert ModelCard(text).data.license is None
     assert "no evaluation before training that compares with one after 41 iterations" in text and "22.0000" not in text
