@@ -187,7 +187,7 @@ _REFUSED: dict[tuple[type[Callback], ...], str] = {
     "cannot resume; callbacks.ema averages the trained weights",
     (BatchSizeFinder, LearningRateFinder): "it needs batches before the first iteration, which makes them",
     (BaseFinetuning,): "it chooses which parts of a module are trained, which model.train and model.lora do",
-    (Timer,): "a resumed run would have no time left; max_seconds=<seconds> ends a run",
+    (Timer,): "max_seconds=<seconds> limits a run, also one that resumes, and time/* has the seconds of its stages",
     (ModelPruning,): "it renames the weights that a checkpoint and lora/ hold",
 }
 """Callbacks of Lightning that an iteration cannot have, and the reason."""
