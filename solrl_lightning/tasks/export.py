@@ -81,7 +81,8 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
     with_lora = _LORA in module.transformers.trained.exports
     weights = {name: member["weight"] for name, member in cfg.reward.entries.items()}
     trained = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights.items() if weight)
-    settings = (summary.get("config") or {}) | {"iterations": done, "reward": trained}
+    facts = summary if "config" in summary else {}
+    settings = facts["config"] | {"iterations": done, "reward": trained} if facts else {"iterations": done}
     settings = {key: value for key, value in settings.items() if key != "lora_rank"}
     if with_lora:
         settings |= {"lora_rank": cfg.model.lora.rank, "lora_alpha": cfg.model.lora.alpha}
@@ -99,7 +100,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         call | module.model.call_options,
         altered_by(cfg),
         done,
-        summary if "config" in summary else {},
+        facts,
         with_lora,
         pipeline=module.model.pipeline_class.__name__,
         transformer=transformer,

@@ -112,6 +112,10 @@ def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(
 ) -> None:
     stored, compiled = f"base_weights={base_weights}", base_weights == "bfloat16"
     folder, _, module = exported(tmp_path, pipeline, "bfloat16", stored, compiled=compiled)
+    card = (folder / "README.md").read_text()
+    assert ("| base_weights | int8 |" in card) == (base_weights == "int8")
+    assert "# LoRA for a local model\n" in card and "without which this card was written" in card  # of a file alone
+    assert "reward `" not in card and "``," not in card and "objective" not in card
     merged = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     base = load_file(Path(pipeline) / "transformer" / "diffusion_pytorch_model.safetensors")
     assert {x.dtype for x in base.values()} == {torch.bfloat16}
