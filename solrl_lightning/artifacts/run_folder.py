@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -13,6 +14,8 @@ from typing import IO
 
 from solrl_lightning.artifacts.formatting import path_option
 from solrl_lightning.errors import UserError
+
+log = logging.getLogger(__name__)
 
 LAST = Path("checkpoints") / "last.ckpt"
 BEST = Path("checkpoints") / "best.ckpt"
@@ -178,12 +181,15 @@ def _record() -> Path:
 
 
 def remember(folder: Path) -> None:
-    """Add the run in ``folder``, with the working directory; where the record cannot be written, do nothing."""
+    """Add the run in ``folder``, with the working directory; a record that cannot be written is a warning."""
     line = json.dumps({"folder": str(folder.resolve()), "cwd": str(Path.cwd())})
-    with suppress(OSError, RuntimeError):  # RuntimeError for a user without a home
+    try:
         _record().parent.mkdir(parents=True, exist_ok=True)
         with _record().open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
+    except (OSError, RuntimeError) as error:  # RuntimeError for a user without a home
+        option = path_option("hydra.run.dir", folder)
+        log.warning("no record of runs can be written (%s): ckpt=last finds this run with %s", error, option)
 
 
 def started_runs() -> list[tuple[Path, Path]]:

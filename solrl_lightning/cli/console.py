@@ -108,8 +108,9 @@ def report_error(
     if failure is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
         failure = UserError(first_lines(error))  # about an option of Hydra's
     elif failure is None and type(error).__module__.partition(".")[0] == "submitit":  # of a job elsewhere
-        reason, place = f"{type(error).__name__}: {sentence(error)}", ".submitit of the sweep's folder"
-        failure = UserError(f"a job of the sweep has no result: {reason} Its output is in {place}.")
+        reason = f"{type(error).__name__}: {sentence(error)} Its output is in .submitit of the sweep's folder"
+        fix = "Continue one that has trained with ckpt=last hydra.run.dir=<its folder>."
+        failure = UserError(f"a job of the sweep has no result: {reason}. {fix}")
     elif failure is None and (plugin := _plugin_of(error)):
         fix = f"Update it, or run pip uninstall {plugin.replace('_', '-')}"
         failure = UserError(

@@ -537,7 +537,8 @@ def test_newest_run_is_found_wherever_it_lies(
     (tmp_path / "outputs" / "train").rename(tmp_path / "moved")
     (tmp_path / "outputs" / "train").symlink_to(tmp_path / "moved")
     (tmp_path / "moved" / earlier.name / "checkpoints" / "last.ckpt").touch()
-    assert command(RECORD, "ckpt=last", "iterations=11").status == 0
+    done = command(RECORD, "ckpt=last", "iterations=11")
+    assert done.status == 0 and "'/proc/none'): ckpt=last finds this run with hydra.run.dir=" in done.out
     assert config(tmp_path / "moved" / earlier.name)["iterations"] == 11
 
 

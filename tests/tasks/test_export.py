@@ -68,7 +68,10 @@ def exported(folder: Path, pipeline: str, dtype: str, *options: str, compiled: b
 def exact(tmp_path_factory: pytest.TempPathFactory, pipeline: str) -> Exported:
     """An export in float32, where our images equal those of diffusers up to the last digits."""
     rewards = "reward=[shapes,shapes_strict]", "reward.shapes_strict.weight=0"
-    return exported(tmp_path_factory.mktemp("export"), pipeline, "float32", *rewards)
+    summary = SUMMARY | {"config": {"model": "tiny"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("solrl_lightning.tasks.export.read_summary", lambda run: summary)
+        return exported(tmp_path_factory.mktemp("export"), pipeline, "float32", *rewards)
 
 
 def images_of(pipeline: FluxPipeline, module: SolRLModule) -> Tensor:
