@@ -91,7 +91,10 @@ ERRORS = {  # maker -> arguments and message
         (f"+callbacks.mine._target_={IDENTITY}", "callbacks.mine: .*must be a lightning.pytorch.callbacks"),
         (f"+callbacks.g={{_target_:{ACCUMULATE},scheduling:{{0:2}}}}", "callbacks.g is invalid: .* with ~callbacks.g"),
         (f"+callbacks.g={{_target_:{AVERAGE}}}", "callbacks.g is invalid: .*callbacks.ema averages"),
-        (f"+callbacks.t={{_target_:{TIMER},duration:'00:01:00:00'}}", "callbacks.t is invalid: .*; max_seconds=<s"),
+        (
+            f"+callbacks.t={{_target_:{TIMER},duration:'00:01:00:00'}}",
+            "callbacks.t is invalid: max_seconds=<seconds> limits",
+        ),
         (f"+callbacks.rich._target_={RICH}", "callbacks.rich is invalid: .*, as with ~callbacks.progress"),
         ("+trainer.barebones=true", "trainer: lightning.Trainer could not be made: .*barebones"),
         (PLUGIN, "Lightning casts nothing, but this one is for bf16-mixed"),

@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict, read_write
 
 import solrl_lightning
+from solrl_lightning.artifacts.formatting import quoted
 from solrl_lightning.artifacts.run_folder import LAST, NEXT_RECORD, RECORD, claimed
 from solrl_lightning.cli.config import as_written, own_sources, searched
 from solrl_lightning.cli.launch import expire_store, is_first
@@ -37,7 +38,9 @@ def continued(cfg: DictConfig, folder: Path) -> DictConfig:
         for file in (folder / RECORD).glob("*.yaml"):  # which Hydra has written again
             shutil.copy(file, folder / NEXT_RECORD)
         log.info("this job was started again: it continues %s", checkpoint)
-    with open_dict(cfg):
+    settings: Any = HydraConfig.get()
+    with read_write(settings), open_dict(settings), open_dict(cfg):
+        settings.overrides.task.append(f"ckpt={quoted(checkpoint)}")  # for the ranks that Lightning starts
         cfg.ckpt = str(checkpoint)
     return cfg
 
@@ -61,6 +64,8 @@ def isolated_sweep_job(folder: Path) -> Iterator[None]:
     try:
         with claimed(folder, new=False) if is_first() else nullcontext():
             yield
+            if distributed.is_available() and distributed.is_initialized():
+                distributed.barrier()  # a rank that Lightning has started waits for this one (launch.end_together)
     finally:
         solrl_lightning.BEGAN = time.perf_counter()  # of the next job in this process
         program.__spec__ = spec

@@ -147,10 +147,11 @@ def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(forks: Forks,
     (folder,) = tmp_path.glob("outputs/train/*")
     files = ".hydra checkpoints lora solrl_lightning.log summary.json report.html tensorboard"
     assert {file.name for file in folder.iterdir()} == set(files.split())
-    one_node = forks.run(tmp_path, *job, "trainer.devices=2", "hydra.run.dir=one_node")  # Lightning starts rank 1
-    assert one_node.status == 0, one_node
+    sweep = ["-m", *job, "trainer.devices=2", "hydra.sweep.dir=one_node", "hydra.sweep.subdir=job"]
+    one_node = forks.run(tmp_path, *sweep)  # Lightning starts rank 1, which is no job of a sweep
+    assert one_node.status == 0 and "error: " not in one_node.output, one_node
     assert list(tmp_path.glob("outputs/train/*")) == [folder]  # the second process uses the first one's folder
-    runs = (folder, tmp_path / "one_node")
+    runs = (folder, tmp_path / "one_node" / "job")
     actual, expected = (json.loads((run / "summary.json").read_text()) for run in runs)
     assert actual["status"] == "completed"
     for row in (*actual["evaluations"], *expected["evaluations"]):
