@@ -100,7 +100,7 @@ def test_job_of_a_sweep_that_is_requeued_continues(
     monkeypatch.setattr("solrl_lightning.__main__.prepare", lambda line: (checked[0][0], {}))
     done = command(*sweep, "hydra.sweep.dir=sweep")
     assert done.status == 0, done.err
-    assert done.out.count("this job was started again: it continues ") == 1
+    assert done.out.count("this job was started again: it continues ") == done.out.count("\niteration 1/3 ") == 1
     for straight in sorted((tmp_path / "straight").glob("*_*")):
         run = tmp_path / "sweep" / straight.name
         one, other = results(straight), results(run)
