@@ -65,16 +65,15 @@ ties = torch.tensor([0.0, -0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.2
 blocks = ties * torch.tensor([[0.0], [1.0], [1e-3], [1e-6], [1e-30], [448.0]])  # of a row, down to scales of zero
 row = blocks.flatten()
 gaussian = (torch.randn(130, 96) * torch.logspace(-30, 30, 130).unsqueeze(1)).bfloat16().float()
-finite = torch.cat((gaussian, row[None], row.flip(0)[None], torch.zeros(1, 96)))
-with_nan = torch.where(torch.arange(96) == 3, torch.nan, row)[None]
-results, others = encode_rows(torch.cat((finite, with_nan))), expected(torch.cat((finite, with_nan)))
-assert all(mine.dtype == other.dtype and mine.shape == other.shape for mine, other in zip(results, others, strict=True))
-(codes, block_scales, row_scales), (other_codes, other_block_scales, other_row_scales) = results, others
-assert codes[:-1].equal(other_codes[:-1]) and row_scales[:-1].equal(other_row_scales[:-1])
-assert row_scales.isnan().flatten().tolist() == [False] * len(finite) + [True]
-numbers = ~other_block_scales.float().isnan()  # those of the last row have none
-assert numbers.sum() >= 6 * len(finite)
-assert block_scales.view(torch.uint8)[numbers].equal(other_block_scales.view(torch.uint8)[numbers])
+x = torch.cat((gaussian, row[None], row.flip(0)[None], torch.zeros(1, 96)))
+for mine, other in zip(encode_rows(x), expected(x), strict=True):
+    assert mine.dtype == other.dtype and mine.shape == other.shape, (mine.dtype, mine.shape, other.shape)
+    assert mine.view(torch.uint8).equal(other.view(torch.uint8))
+x = torch.randn(2, 32).bfloat16()
+x[1, 3] = float("nan")
+(codes, _, row_scales), (expected_codes, _, expected_scales) = encode_rows(x), expected(x)
+assert codes[0].equal(expected_codes[0]) and row_scales[0].equal(expected_scales[0])
+assert row_scales.isnan().tolist() == [[False], [True]]
 """
 
 
