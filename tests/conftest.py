@@ -59,6 +59,7 @@ def what_runs_repeat_is_done_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         once.compose_once(patch)
         once.draw_once(patch)
+        once.try_out_once(patch)
         yield
 
 

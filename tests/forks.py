@@ -212,6 +212,7 @@ if __name__ == "__main__":
     patch = pytest.MonkeyPatch()
     once.compose_once(patch)
     once.draw_once(patch)
+    once.try_out_once(patch)
     tqdm.monitor_interval = 0  # it would start a thread
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         main(f"experiment=smoke trainer=cpu iterations=1 hydra.run.dir={folder}/run ~logger".split())

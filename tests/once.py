@@ -1,5 +1,6 @@
-"""What the suite does once, as its hundreds of runs would repeat it: compositions of files, and charts of reports."""
+"""What the suite does once, as its hundreds of runs would repeat it: compositions, charts, try-outs of the model."""
 
+import copy
 import functools
 import pickle
 from pathlib import Path
@@ -9,7 +10,7 @@ import omegaconf
 import pytest
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.defaults_list import Overrides
 from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig, grammar_parser
@@ -70,9 +71,13 @@ def compose_once(patch: pytest.MonkeyPatch) -> None:
             groups[key] = list_options(self, group_name, *args, **kw)
         return list(groups[key])
 
+    def share(self: CachingConfigRepository, repo: Any) -> None:
+        self.delegate, self.cache = copy.copy(repo), {}  # whose list of sources is replaced, and not changed
+
     for user_of_the_grammar in (omegaconf.base, omegaconf._utils):
         patch.setattr(user_of_the_grammar, "parse", functools.cache(grammar_parser.parse))
     patch.setattr(ConfigLoaderImpl, "get_group_options", listed_once)
+    patch.setattr(CachingConfigRepository, "__init__", share)
     patch.setattr(ConfigRepository, "load_config", read_once)
     patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merged_once)
     patch.setattr(defaults_list, "_create_defaults_list", chosen_once)
@@ -90,3 +95,18 @@ def draw_once(patch: pytest.MonkeyPatch) -> None:
         return report.Chart(title, drawn[0], [], note)
 
     patch.setattr(report, "draw_chart", chart)
+
+
+def try_out_once(patch: pytest.MonkeyPatch) -> None:
+    """Try the embedded model out on the device meta once with each size."""
+    from solrl_lightning.policies.pipeline import TINY, PipelineAdapter
+
+    try_out, fits = PipelineAdapter.try_out, set[Any]()
+
+    def tried_out(self: PipelineAdapter) -> None:
+        sizes = type(self), self.resolution, self.max_sequence_length, self.guidance_scale, str(self.dtypes)
+        if self.pretrained != str(TINY) or sizes not in fits:
+            try_out(self)
+            fits.add(sizes)
+
+    patch.setattr(PipelineAdapter, "try_out", tried_out)
