@@ -49,6 +49,7 @@ from solrl_lightning.cli.resume import (
     check_contents,
     check_left,
     check_sweep,
+    record_digests,
     recorded_contents,
     resume,
 )
@@ -128,6 +129,8 @@ def run(cfg: DictConfig) -> Any:
     Raises:
         UserError, NonFiniteError, WriteError, ServerError, RankLost, CheckFailed: already reported and logged.
     """
+    if is_first():
+        record_digests(cfg)
     OmegaConf.resolve(cfg)
     folder, sweeps = Path(cfg.run_dir), HydraConfig.get().mode == RunMode.MULTIRUN
     try:

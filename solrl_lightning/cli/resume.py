@@ -4,8 +4,11 @@ A run records its overrides in ``.hydra/overrides.yaml``. In its own folder only
 record is replaced once training has started (``run_folder.commit_overrides``).
 """
 
+import hashlib
+import json
 import math
 import os
+import re
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -36,6 +39,8 @@ RESUMABLE_KEYS = (
 ).split()
 _SERVER_KEYS = ("url", "concurrency", "timeout", "retries", "backoff")  # of a reward that a server computes
 _LISTED_KEYS = ", ".join([*RESUMABLE_KEYS, f"reward.<server>.<{'|'.join(_SERVER_KEYS)}>"])
+_DIGESTS = "digests.json"  # of values in the record
+_OUTSIDE = re.compile(r"\$\{(oc\.env|now):")  # what gives another value in another process
 _ELSEWHERE = " (no run was started in this folder; it is the newest on this machine)"
 
 
@@ -287,13 +292,17 @@ def _check_resumable(
     """
     recorded = read_record(folder / RECORD / "config.yaml", DictConfig, "seed")
     current = tree.compose([line for line in lines if not tree.parse([line])[0].is_sweep_override()])
+    digests = folder / RECORD / _DIGESTS
+    at_start: dict[str, str] = json.loads(digests.read_text()) if digests.is_file() else {}
     may_change = _resumable_keys(recorded)
     with resolvable(current):
         before, now = (_fixed_values(cfg, folder, may_change) for cfg in (recorded, current))
     suspects = [o for o in overrides if not is_subkey(_dotted(o), *may_change)]
     added = [key for key in now.keys() - before.keys() if is_subkey(key, *map(_dotted, suspects))]
     both = [key for key in now if key in before]
-    changed = sorted([*added, *(k for k in both if before[k][0] != now[k][0] and before[k][1] != now[k][1])])
+    moved = [k for k in both if k in at_start and at_start[k] != _digest(now[k][1])]
+    fixed = [k for k in both if k not in at_start and before[k][0] != now[k][0] and before[k][1] != now[k][1]]
+    changed = sorted([*added, *moved, *fixed])
     if not changed:
         return
     named = [o for o in suspects if is_subkey(_dotted(o), *changed) or any(is_subkey(k, _dotted(o)) for k in changed)]
@@ -301,6 +310,12 @@ def _check_resumable(
     examples = f"{', '.join(changed[:3])}{' and more' if len(changed) > 3 else ''}"
     if not culprits:
         key, *_ = changed
+        if key in moved:
+            raise UserError(
+                f"Cannot resume {folder}: {key}={before[key][0]} is {now[key][1]} now, and was another value when the "
+                f"run began (changed: {examples}). Set it as it was, or start a new folder from that state: "
+                f"{path_option('ckpt', checkpoint)}."
+            )
         raise UserError(
             f"Cannot resume {folder}: {key}={now[key][1]} is not the {before[key][1]} that the run has recorded, by an "
             f"edited file or another version of solrl_lightning (changed: {examples}). Write {key}={before[key][1]}, "
@@ -338,6 +353,22 @@ def _fixed_values(cfg: DictConfig, folder: Path, may_change: Sequence[str]) -> d
             cfg.pop(key, None)
     written, resolved = (leaves(OmegaConf.to_container(cfg, resolve=resolve)) for resolve in (False, True))
     return {k: (written.get(k), resolved[k]) for k in sorted(resolved) if not is_subkey(k, "run_dir", *may_change)}
+
+
+def record_digests(cfg: DictConfig) -> None:
+    """Record, at the start of the run of ``cfg``, digests of the fixed values that its record only refers to.
+
+    Such a value is of the environment (``${oc.env:...}``), and may be a secret.
+    """
+    folder = Path(cfg.run_dir)
+    values = _fixed_values(cfg, folder, _resumable_keys(cfg))
+    digests = {key: _digest(value) for key, (text, value) in values.items() if _OUTSIDE.search(str(text))}
+    if digests and (folder / RECORD).is_dir() and not (folder / LAST).is_file():
+        (folder / RECORD / _DIGESTS).write_text(json.dumps(digests))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -678,6 +678,21 @@ def test_resume_names_a_key_that_an_edited_file_changes(command: Command, earlie
     assert "objective.kl_weight=" in message and "is not the 7.5 that the run has recorded" in message
 
 
+def test_resume_needs_the_environment_that_its_options_read(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_RATE", "0.005")
+    assert command(RECORD, 'optimizer.lr="${oc.decode:${oc.env:MY_RATE}}"').status == 0
+    earlier = only(tmp_path, "outputs/train/*")
+    assert "0.005" not in (earlier / ".hydra" / "digests.json").read_text()  # another one may be a secret
+    assert command(RECORD, "ckpt=last", "iterations=3").status == 0
+    monkeypatch.setenv("MY_RATE", "0.05")
+    message = error_of(command, RECORD, "ckpt=last", "iterations=4")
+    assert "optimizer.lr=${oc.decode:${oc.env:MY_RATE}} is 0.05 now, and was another value when the run" in message
+    assert command(RECORD, "ckpt=last", "iterations=4", "optimizer.lr=0.005").status == 0
+    assert (config(earlier)["optimizer"]["lr"], config(earlier)["iterations"]) == (0.005, 4)
+
+
 def test_recorded_overrides_may_be_repeated_on_a_resume(command: Command, earlier: Path) -> None:
     same = ["seed=5", "family=compile", "family.pool=96", "data.train=shapes-train", "optimizer.lr=0.002"]
     result = command(RECORD, "ckpt=last", *same, "iterations=3")
