@@ -15,6 +15,7 @@ MAX_SEED = 2**32 - 1
 MAX_STEPS, MAX_IMAGES, MAX_ITERATIONS = 1000, 100_000, 100_000_000
 DEFAULT = "Leave it out for the default."
 _OTHER_TYPE = re.compile(r"[-+.\de]*|true|false|null", re.IGNORECASE)  # of a text that needs quotes to be one
+_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
 HERE = "<here>"
 """Stands for the key of what is checked, in a rule and its fix."""
 
@@ -169,6 +170,9 @@ def explain(error: ErrorDetails) -> UserError:
     for part in filter(None, cause.key.split(".")):
         value = value.get(part) if isinstance(value, dict) else value[int(part)]
         path.append(part)
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        rule = "text is no number. Write it without quotes, and a variable as '\"${oc.decode:${oc.env:<name>}}\"'"
+        cause = Broken(str(cause), fix=f"A {rule}.")
     fix = "Correct it." if in_list and cause.fix == DEFAULT else cause.fix  # an item of a list has no defaults
     rule = f"{cause} {fix}".replace(f"{HERE}.", f"{home}." if home else "").replace(HERE, home)
     return UserError(f"{'.'.join(path)}={written(value)} is invalid: {rule}")
