@@ -162,6 +162,8 @@ def lead(facts: Mapping[str, Any]) -> str:
         return f"{done} The {facts['reward']} reward on held-out prompts was {what}."
     error = error_of(facts, facts["final_reward_iteration"], "change_error")
     what = "changed from {} to {}".format(*numbers([base, final])) + f" ({change(base, final, error)})"
+    if first := first_iteration(facts):
+        what += f" after iteration {first}, where these evaluations begin"
     alarms = "" if facts["alarms"] else " No alarm was raised."
     selection = selection_text(facts)
     paid = f" {selection[0].upper()}{selection[1:]}." if selection else ""
@@ -180,10 +182,10 @@ def selection_text(facts: Mapping[str, Any]) -> str:
 
 def tiles(facts: Mapping[str, Any]) -> list[Tile]:
     reward, last, reserved = facts["reward"], facts["final_reward_iteration"], facts["peak_memory_reserved_bytes"]
-    base, final = facts["base_reward"], facts["final_reward"]
+    base, final, first = facts["base_reward"], facts["final_reward"], first_iteration(facts)
     gain = None if facts["improvement"] is None else difference(base, final)
     quantities = [
-        (f"{reward} reward, before", base, error_of(facts, 0), "iteration 0"),
+        (f"{reward} reward, before", base, error_of(facts, first), f"iteration {first}"),
         (f"{reward} reward, trained", final, error_of(facts, last), f"iteration {last}"),
         ("change", gain, error_of(facts, last, "change_error"), "prompt by prompt, same noise"),
         ("best evaluation", facts["best_reward"], None, best_text(facts)),
@@ -213,7 +215,13 @@ def best_text(facts: Mapping[str, Any]) -> str:
     monitor = facts.get("best_monitor") or facts["reward"]
     base = facts["other_rewards"].get(monitor, {"base": facts["base_reward"]})["base"]
     below = facts["best_reward"] is not None and base is not None and facts["best_reward"] < base
-    return f"iteration {facts['best_iteration']}" + (f", below {number(base)} before training" if below else "")
+    start = f"at iteration {first}" if (first := first_iteration(facts)) else "before training"
+    return f"iteration {facts['best_iteration']}" + (f", below {number(base)} {start}" if below else "")
+
+
+def first_iteration(facts: Mapping[str, Any]) -> int:
+    """Return the iteration of the first evaluation of the trained reward: not 0 where a branch is evaluated anew."""
+    return next((row["iteration"] for row in facts["evaluations"] if facts["reward"] in row), 0)
 
 
 def shown_stages(facts: Mapping[str, Any]) -> dict[str, Mapping[str, float | None]]:

@@ -53,6 +53,7 @@ FACTS: dict[str, Any] = {
     "machine": {"device": "NVIDIA H100", "devices": 1, "cores": 16, "threads": 8},
     "paths": {"run": "/runs/one"},
 }
+BRANCH = dict(evaluations=[FACTS["evaluations"][0] | {"iteration": 3}, *FACTS["evaluations"][1:]], best_reward=0.4)
 HISTORY = [
     {"iteration": i, "train/loss": 3.0 - i, "lr": 1e-3, "reward/mean": 0.5, "reward/std": 0.2, "time/explore": 3.0}
     | ({"rank/spearman": 0.9 - 0.1 * i, "rank/kendall": 0.7} if i in (1, 3) else {})
@@ -153,6 +154,9 @@ def test_the_command_can_be_pasted_with_its_folders_and_modules(run: Path, monke
     [
         ({"final_reward": None, "improvement": None}, "was 0.4321 before training, and not evaluated after."),
         ({"best_reward": 0.4}, "iteration 9, below 0.4321 before training"),
+        (BRANCH, "iteration 9, below 0.4321 at iteration 3"),
+        (BRANCH, "± 0.0182, iteration 3"),
+        (BRANCH, "after iteration 3, where these evaluations begin"),
     ],
 )
 def test_a_run_that_ends_early_or_below_its_base_says_so(run: Path, changes: dict[str, Any], text: str) -> None:
