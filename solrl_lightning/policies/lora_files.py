@@ -104,6 +104,8 @@ def _check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str)
             f"{named}: its init_lora_weights is {start}, so it updates base weights that peft has changed. Save it by "
             "path_initial_model_for_weight_conversion=<its initial adapter>, which converts it."
         )
+    if config.get("alora_invocation_tokens"):
+        raise UserError(f"{named}: it is an aLoRA, which a language model applies to some of its tokens. {_FIX}")
     for name, value in tensors.items():
         is_alpha = name.endswith(".alpha") and value.ndim < 2 and value.numel() == 1
         is_factor = _WEIGHT.fullmatch(name) and value.is_floating_point() and value.ndim > 1 and value.numel()

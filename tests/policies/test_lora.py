@@ -353,6 +353,7 @@ BROAD = {f"{ODD}.lora_A.weight": torch.ones(4, WIDTH), f"{ODD}.lora_B.weight": t
         (lambda state: {}, {"format": "pt"}, "it has no weights of the layers of .* Name a LoRA of this model."),
         (lambda state: state | {f"transformer.{FIRST}.lora_magnitude_vector": torch.ones(4)}, {}, "neither A nor B"),
         (lambda state: state, metadata(init_lora_weights="pissa_niter_16"), "its init_lora_weights is pissa_niter_16"),
+        (lambda state: state, metadata(alora_invocation_tokens=[1, 2]), "it is an aLoRA"),
         (
             lambda state: {n: v for n, v in state.items() if n != B},
             {},
