@@ -292,15 +292,14 @@ def _check_resumable(
     """
     recorded = read_record(folder / RECORD / "config.yaml", DictConfig, "seed")
     current = tree.compose([line for line in lines if not tree.parse([line])[0].is_sweep_override()])
-    digests = folder / RECORD / _DIGESTS
-    at_start: dict[str, str] = json.loads(digests.read_text()) if digests.is_file() else {}
+    at_start = recorded_digests(folder)
     may_change = _resumable_keys(recorded)
     with resolvable(current):
         before, now = (_fixed_values(cfg, folder, may_change) for cfg in (recorded, current))
     suspects = [o for o in overrides if not is_subkey(_dotted(o), *may_change)]
     added = [key for key in now.keys() - before.keys() if is_subkey(key, *map(_dotted, suspects))]
     both = [key for key in now if key in before]
-    moved = [k for k in both if k in at_start and at_start[k] != _digest(now[k][1])]
+    moved = [k for k in both if k in at_start and at_start[k] != digest(now[k][1])]
     fixed = [k for k in both if k not in at_start and before[k][0] != now[k][0] and before[k][1] != now[k][1]]
     changed = sorted([*added, *moved, *fixed])
     if not changed:
@@ -362,12 +361,18 @@ def record_digests(cfg: DictConfig) -> None:
     """
     folder = Path(cfg.run_dir)
     values = _fixed_values(cfg, folder, _resumable_keys(cfg))
-    digests = {key: _digest(value) for key, (text, value) in values.items() if _OUTSIDE.search(str(text))}
+    digests = {key: digest(value) for key, (text, value) in values.items() if _OUTSIDE.search(str(text))}
     if digests and (folder / RECORD).is_dir() and not (folder / LAST).is_file():
         (folder / RECORD / _DIGESTS).write_text(json.dumps(digests))
 
 
-def _digest(value: Any) -> str:
+def recorded_digests(folder: Path) -> dict[str, str]:
+    """Return what `record_digests` has recorded of the run in ``folder``, by dotted key."""
+    file = folder / RECORD / _DIGESTS
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+
+def digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 

@@ -14,7 +14,7 @@ from solrl_lightning.artifacts.finished_runs import RECORDED_CONFIG, Run
 from solrl_lightning.artifacts.run_folder import RECORD
 from solrl_lightning.cli.config import as_written
 from solrl_lightning.cli.console import first_lines
-from solrl_lightning.cli.resume import is_subkey, leaves, read_record
+from solrl_lightning.cli.resume import digest, is_subkey, leaves, read_record, recorded_digests
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import AUTO, BACKENDS
 from solrl_lightning.study.time_to_reward import GroupCurve, Plateau, plateau
@@ -110,9 +110,14 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
 
 def read_settings(run: Run) -> Settings:
     resolved, callbacks = _read_config(run)
+    at_start = recorded_digests(Path(run.folder))  # of values of the environment, which is another one now
+    values = {
+        key: value if key not in at_start or at_start[key] == digest(value) else f"<digest {at_start[key][:8]}>"
+        for key, value in leaves(resolved | {"callbacks": callbacks}).items()
+    }
     values = {
         key: int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 and 1 are one setting
-        for key, value in leaves(resolved | {"callbacks": callbacks}).items()
+        for key, value in values.items()
         if not is_subkey(key, *_SAME_EXPERIMENT)
     }
     groups = {key.partition(".")[0] for key in values if "." in key}

@@ -16,6 +16,7 @@ from PIL import Image
 
 from solrl_lightning.artifacts.finished_runs import Run, read_runs
 from solrl_lightning.cli.config import ConfigTree
+from solrl_lightning.cli.resume import digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.study.elsewhere import counts
 from solrl_lightning.study.run_groups import costs, group_runs, learning_curve
@@ -180,6 +181,18 @@ def test_a_run_that_reads_a_variable_of_another_shell_is_left_out(
     assert (len(groups), left_out) == (1, {str(folders[1]): reason})
     with pytest.raises(UserError, match="the configuration of none .* SOME_DATA=<value>[.]$"):
         group_runs(runs[1:])
+
+
+def test_runs_that_read_other_values_of_a_variable_are_of_other_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_RATE", "0.05")
+    for name, rate in (("a", 0.002), ("b", 0.05)):
+        folder = write_run(tmp_path / name, 0.6, 'optimizer.lr="${oc.decode:${oc.env:MY_RATE}}"')
+        (folder / ".hydra" / "digests.json").write_text(json.dumps({"optimizer.lr": digest(rate)}))
+    groups, left_out = group_runs(read_runs([tmp_path / "a", tmp_path / "b"])[0])
+    assert [group.name for group in groups] == [f"optimizer.lr=<digest {digest(0.002)[:8]}>", "optimizer.lr=0.05"]
+    assert left_out == {}
 
 
 def test_settings_of_a_group_have_what_an_option_sets(tmp_path: Path) -> None:
