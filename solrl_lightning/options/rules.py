@@ -16,6 +16,7 @@ MAX_STEPS, MAX_IMAGES, MAX_ITERATIONS = 1000, 100_000, 100_000_000
 DEFAULT = "Leave it out for the default."
 _OTHER_TYPE = re.compile(r"[-+.\de]*|true|false|null", re.IGNORECASE)  # of a text that needs quotes to be one
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
+_WITHOUT_QUOTES = "A text is no number. Write it without quotes, and a variable as '\"${oc.decode:${oc.env:<name>}}\"'."
 HERE = "<here>"
 """Stands for the key of what is checked, in a rule and its fix."""
 
@@ -80,10 +81,15 @@ def must_be(rule: str, holds: Callable[[Any], bool], fix: str = DEFAULT) -> Plai
 
     def check(value: Any) -> Any:
         if not holds(value):
-            raise Broken(f"it must be {rule}.", fix=fix)
+            is_quoted = isinstance(value, str) and _NUMBER.fullmatch(value) and holds(_as_number(value))
+            raise Broken(f"it must be {rule}.", fix=_WITHOUT_QUOTES if is_quoted else fix)
         return value
 
     return PlainValidator(check)
+
+
+def _as_number(text: str) -> int | float:
+    return int(text) if text.lstrip("+-").isdigit() else float(text)
 
 
 def is_whole(value: Any, least: int = 1, most: float = math.inf) -> bool:
@@ -170,9 +176,6 @@ def explain(error: ErrorDetails) -> UserError:
     for part in filter(None, cause.key.split(".")):
         value = value.get(part) if isinstance(value, dict) else value[int(part)]
         path.append(part)
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        rule = "text is no number. Write it without quotes, and a variable as '\"${oc.decode:${oc.env:<name>}}\"'"
-        cause = Broken(str(cause), fix=f"A {rule}.")
     fix = "Correct it." if in_list and cause.fix == DEFAULT else cause.fix  # an item of a list has no defaults
     rule = f"{cause} {fix}".replace(f"{HERE}.", f"{home}." if home else "").replace(HERE, home)
     return UserError(f"{'.'.join(path)}={written(value)} is invalid: {rule}")

@@ -77,6 +77,9 @@ explorers=ray explorers.precision=fp9 | precision=fp9 is invalid: it must be one
 +objective.more=1                | objective.more=1 is invalid: nothing reads that key. NFT takes beta, advantage_clip
 callbacks.best.monitor=nothing   | it must be one of the run's rewards, shapes, or null
 optimizer.lr="0.005"             | it must be a finite number above 0. A text is no number. Write it without quotes
+optimizer.lr="1e-4"              | it must be a finite number above 0. A text is no number. Write it without quotes
+iterations="5"                   | A text is no number. Write it without quotes
+optimizer.lr="-0.005"            | it must be a finite number above 0. Leave it out for the default
 data.column=5                    | it must be a text; a number needs quotes
 model.lora.target_modules=to_q   | it must be a list
 model.lora.target_modules=[1]    | model.lora.target_modules.0=1 is invalid: it must be a text
