@@ -22,6 +22,8 @@ from solrl_lightning.cli.sweep_job import RANK_VARIABLES
 from solrl_lightning.options.run import Run
 from solrl_lightning.study.drawing import draw_chart
 
+# Threads wait for each other more than they compute at these sizes. Else Lightning sets two, which later tests inherit.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes for the few kernels compiled here would import torch
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # to try the vector instructions, one would import torch, too
 
@@ -33,21 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 
 def pytest_collection_finish() -> None:
     """In the processes that run tests; the one that starts them needs no torch."""
-    import torch
-
-    torch.set_num_threads(1)  # at these sizes threads wait for each other more than they compute
     # pytest adds a handler to loggers that do not propagate; with one, torch.compile formats thousands of records.
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()  # a tenth of the time was garbage collection among what the libraries keep
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    """Lightning leaves the threads of the last run; numbers that are compared need equally many."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def pytest_sessionfinish() -> None:
@@ -145,7 +136,7 @@ def command(
         return Finished(status, *capfd.readouterr())
 
     yield finished
-    for handler in set(root.handlers) - set(handlers):
+    for handler in {handler for logger in (root, *others) for handler in logger.handlers} - set(handlers):
         handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)

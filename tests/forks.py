@@ -45,7 +45,7 @@ class Forks:
 
     def __enter__(self) -> "Forks":
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[1] / "dev")])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        environment = {**os.environ, "PYTHONPATH": path}
         command = [sys.executable, __file__]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdin is not None and process.stdout is not None
@@ -200,13 +200,11 @@ def _waited_for(process: int, output: IO[bytes], started: float) -> Ended:
 if __name__ == "__main__":
     import once
     import pytest
-    import torch
     from tqdm import tqdm
 
     from solrl_lightning.__main__ import main
     from solrl_lightning.cli import launch
 
-    torch.set_num_threads(1)
     for name in _IMPORTED:
         importlib.import_module(name)
     patch = pytest.MonkeyPatch()

@@ -73,9 +73,8 @@ def options(folder: Path, family: str, *arguments: str) -> Run:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes, with room for three explorers and for one."""
-    environment = clusters.ENVIRONMENT | CHECKS | {"OMP_NUM_THREADS": "1"}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
+        for name, value in (clusters.ENVIRONMENT | CHECKS).items():
             patch.setenv(name, value)
         nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, **NODE})
         nodes.add_node(num_cpus=1, **NODE)
