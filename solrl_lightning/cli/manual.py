@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from solrl_lightning.cli.config import EXPERIMENT, without_hydra
-from solrl_lightning.options.rules import Group, written
+from solrl_lightning.options.rules import UNCHECKED, Group, written
 from solrl_lightning.options.run import Run
 from solrl_lightning.targets import locate
 
@@ -26,7 +26,7 @@ def describe_experiments(texts: Mapping[str, str]) -> str:
 def manual(group: str, cfg: DictConfig) -> str:
     """Return the key and the value of each option of ``group`` in a composed configuration, with its description."""
     with without_hydra(cfg, ".") as application:
-        options = Run.of(application)
+        options = Run.of(application, UNCHECKED)
     return "\n".join(_described(group, getattr(options, group), ""))
 
 

@@ -102,10 +102,10 @@ class Run(Group):
     """The run's folder."""
 
     @classmethod
-    def of(cls, cfg: DictConfig) -> "Run":
+    def of(cls, cfg: DictConfig, context: object = None) -> "Run":
         """Return the options of an application config. UserError for the first that is invalid.
 
-        ``~/`` at the beginning of a text is the home folder.
+        ``~/`` at the beginning of a text is the home folder. The context ``UNCHECKED`` leaves out rules over several keys.
         """
         try:
             tree = _at_home(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
@@ -117,13 +117,13 @@ class Run(Group):
                     if not is_reference(error["input"]):
                         raise explain(error) from None
             raise
-        return cls.of_tree(tree)
+        return cls.of_tree(tree, context)
 
     @classmethod
-    def of_tree(cls, tree: Any) -> "Run":
+    def of_tree(cls, tree: Any, context: object = None) -> "Run":
         """Return the options of resolved values, as `tree` gives them."""
         try:
-            return cls.model_validate(tree)
+            return cls.model_validate(tree, context=context)
         except ValidationError as error:
             raise explain(error.errors()[0]) from None
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny
+from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationInfo
 
 from solrl_lightning.artifacts.hub import HUB_ID
 from solrl_lightning.errors import UserError
@@ -231,12 +231,12 @@ _TASKS: dict[str, tuple[str, type[Task]]] = {
 }
 
 
-def _of_its_class(node: Any) -> Any:
+def _of_its_class(node: Any, info: ValidationInfo) -> Any:
     if not isinstance(node, dict):
         return node
     name = str(node.get("_target_")).removeprefix("solrl_lightning.tasks.").partition(".")[0]
     marked = (kind for key, kind in _TASKS.values() if key in node)
-    return (_TASKS[name][1] if name in _TASKS else next(marked, Task)).model_validate(node)
+    return (_TASKS[name][1] if name in _TASKS else next(marked, Task)).model_validate(node, context=info.context)
 
 
 AnyTask = Annotated[SerializeAsAny[Task], BeforeValidator(_of_its_class)]

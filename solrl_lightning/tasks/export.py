@@ -35,8 +35,9 @@ _CARD, _PICTURE = "README.md", Path("images") / "base_and_trained.png"
 def export(cfg: Run) -> None:
     """Write lora_ema/, lora_trained/, transformer/ (the base with the merged average) and README.md (a model card).
 
-    With model.train=full these are transformer/ (the average), transformer_trained/ and README.md. With
-    ``cfg.task.push`` it uploads them. UserError if the hub refuses the upload.
+    With model.train=full these are transformer/ (the average), transformer_trained/ and README.md. The average of a run
+    without callbacks.ema is its trained weights. With ``cfg.task.push`` it uploads the files. UserError if the hub
+    refuses the upload.
     """
     task = cfg.task_as(Export)
     if task.push is not None:
@@ -57,7 +58,8 @@ def export(cfg: Run) -> None:
     name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
     write_card(cfg, ckpt, module, name, dtype)
     if _LORA in exports and not altered_by(cfg):
-        print(f"pipe.load_lora_weights({str(folder / _LORA)!r})  # or lora_trained, without averaging")
+        other = "  # or lora_trained, without averaging" if module.ema_state else ""
+        print(f"pipe.load_lora_weights({str(folder / _LORA)!r}){other}")
     print(
         f"{name}.from_pretrained({str(folder / _MERGED)!r}, dtype=torch.{dtype})  # merged\n"
         f"{folder / _CARD}  # model card"
@@ -102,6 +104,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         done,
         facts,
         with_lora,
+        averaged=module.ema_state is not None,
         pipeline=module.model.pipeline_class.__name__,
         transformer=transformer,
         dtype=dtype,

@@ -60,8 +60,7 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
     checkpoint = None if cfg.ckpt is None else read_checkpoint(cfg.ckpt)
     in_place, prompts = is_resuming(Path(cfg.run_dir)), prompt_sets(cfg)
     if checkpoint is not None:
-        if in_place:
-            check_training_prompts(cfg, prompts.train, checkpoint)
+        check_training_prompts(cfg, prompts.train, checkpoint, in_place)
         optimizer = make_optimizer(cfg.optimizer)([torch.zeros(1, 1, requires_grad=True)])
         for state in checkpoint["optimizer_states"]:
             check_fits(optimizer, state)
@@ -98,7 +97,8 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         average_in(checkpoint, module.policy_state(TRAINED))
     if shadow_layers := module.transformers.shadow_layers:
         file_logger.info("%s", shadow_layers)
-        log.info("%s; table in %s", shadow_layers.splitlines()[-1].strip(), folder / LOG)
+        table = f"; table in {folder / LOG}" if (folder / LOG).is_file() else ""  # hydra/job_logging=none has no file
+        log.info("%s%s", shadow_layers.splitlines()[-1].strip(), table)
     if cfg.explores_elsewhere:
         from solrl_lightning.explorers.sampler import RaySampler
 
@@ -195,15 +195,19 @@ def _check_state(
         ) from error
 
 
-def check_training_prompts(cfg: Run, prompts: Sequence[Prompt], checkpoint: dict[str, Any]) -> None:
+def check_training_prompts(cfg: Run, prompts: Sequence[Prompt], checkpoint: dict[str, Any], in_place: bool) -> None:
     """Raise UserError if the run that resumes in its folder has other training prompts than the checkpoint's.
 
-    An older checkpoint has no record of them, or one of their identities alone.
+    A branch says so. An older checkpoint has no record of them, or one of their identities alone.
     """
     recorded = loop_state(checkpoint).get("training_prompts")
-    if recorded not in (None, digest(contents(prompts)), digest(identities(prompts))):
-        raise UserError(
-            f"data.train={cfg.data.train} is invalid: its prompts without the prompts of data.eval={cfg.data.eval}, or "
-            f"their metadata or images, are not the ones that the run in {cfg.run_dir} was trained on, so it could not "
-            f"be repeated. Restore them, or start a new folder from that state: ckpt={cfg.ckpt} hydra.run.dir=<folder>."
-        )
+    if recorded in (None, digest(contents(prompts)), digest(identities(prompts))):
+        return
+    if not in_place:
+        log.info("the training prompts, their metadata or images differ from the checkpoint's")
+        return
+    raise UserError(
+        f"data.train={cfg.data.train} is invalid: its prompts without the prompts of data.eval={cfg.data.eval}, or "
+        f"their metadata or images, are not the ones that the run in {cfg.run_dir} was trained on, so it could not "
+        f"be repeated. Restore them, or start a new folder from that state: ckpt={cfg.ckpt} hydra.run.dir=<folder>."
+    )

@@ -36,6 +36,15 @@ def test_lock_of_a_sweep_is_in_the_folder_of_its_runs(command: Command) -> None:
     assert [locks for _, *locks in lines] == [[str(Path(run).parent), run] for run, *_ in lines] and len(lines) == 2
 
 
+@pytest.mark.parametrize("logging_of", ["default", "stdout", "disabled", "none"])
+def test_the_log_is_in_the_folder_with_each_of_hydra_s_settings(
+    command: Command, tmp_path: Path, logging_of: str
+) -> None:
+    ended = command(f"task._target_={__name__}.write", "hydra.run.dir=run", f"hydra/job_logging={logging_of}")
+    assert ended.status == 0, ended.err
+    assert (tmp_path / "run" / LOG).is_file() == (logging_of != "none")
+
+
 def test_a_run_appends_to_a_log_of_its_own(command: Command, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     for name, link in (("hard", os.link), ("soft", os.symlink)):

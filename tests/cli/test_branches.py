@@ -321,6 +321,7 @@ def test_edited_training_prompts_are_an_error_in_the_run_s_folder_only(command: 
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes() == before
     branch = command("ckpt=run/checkpoints/last.ckpt", "iterations=2", "hydra.run.dir=branch")
     assert branch.status == 0, branch.err
+    assert "the training prompts, their metadata or images differ from the checkpoint's" in branch.out
 
 
 def test_run_that_its_max_seconds_ended_is_complete_and_resumes_with_more(command: Command, tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def test_help_of_a_group_describes_the_options_that_no_file_names(command: Comma
     assert "family.explore.name" not in result.out and "family.regenerate.decoder" not in result.out
 
 
+def test_help_of_an_option_needs_no_others(command: Command) -> None:
+    assert "task.prompts=[]\n    Texts; quote one" in command("--help", "task", "task=generate").out
+    assert "trainer.strategy" in command("--help", "trainer", "trainer=fsdp").out
+
+
 def test_help_describes_callbacks_and_a_reward_of_the_users_own(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

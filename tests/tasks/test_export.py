@@ -206,6 +206,7 @@ def card_of(
     scheduler: dict[str, Any] | None = None,
     iterations: int = 40,
     edits: bool = False,
+    averaged: bool = True,
     **call: int,
 ) -> str:
     return model_card(
@@ -215,6 +216,7 @@ def card_of(
         iterations,
         SUMMARY,
         with_lora=True,
+        averaged=averaged,
         pipeline="FluxPipeline",
         transformer="FluxTransformer2DModel",
         dtype="bfloat16",
@@ -253,6 +255,8 @@ def test_card_of_an_open_and_of_an_unknown_base() -> None:
     text = card_of("Qwen/Qwen-Image-Edit", edits=True)
     assert ModelCard(text).data.pipeline_tag == "image-to-image" and "from diffusers.utils import load_image\n" in text
     assert 'pipe(image=load_image("<square image>"), prompt="an instruction", num_inference_steps=28).images[0]' in text
+    assert "`lora_ema` is the average of the trained adapter" in text
+    assert "`lora_ema` and `lora_trained` are the same" in card_of("Qwen/Qwen-Image", averaged=False)
     text = card_of("someone/other", iterations=41)
     assert ModelCard(text).data.license is None
     assert "no evaluation before training that compares with one after 41 iterations" in text and "22.0000" not in text
