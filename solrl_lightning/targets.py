@@ -144,9 +144,9 @@ def check_node(key: str, target: Callable[..., Any], node: Mapping[str, Any], pr
         fix = did_you_mean(nearest(name, known)).strip() or f"{takes}Leave it out with ~{key}.{name}."
         raise UserError(f"{key}.{name}={written(values[name])} is invalid: nothing reads that key. {fix}")
     nodes = [name for name, value in values.items() if isinstance(value, Mapping) and "_target_" in value]
-    checked = {name: fields[name] for name in known if name not in nodes}  # Hydra makes objects of nodes
+    checked = tuple(name for name in known if name not in nodes)  # Hydra makes objects of nodes
     try:
-        _model(checked).model_validate({name: values[name] for name in values.keys() & checked})
+        _model_of(target, checked).model_validate({name: values[name] for name in values.keys() & set(checked)})
     except ValidationError as error:
         first = error.errors()[0]
         named = explain({**first, "loc": (*key.split("."), *first["loc"])})
@@ -165,6 +165,13 @@ def _fields(target: Callable[..., Any]) -> tuple[dict[str, tuple[Any, bool]], bo
         if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     }
     return fields, any(each.kind == each.VAR_KEYWORD for each in parameters)
+
+
+@cache
+def _model_of(target: Callable[..., Any], names: tuple[str, ...]) -> type[Group]:
+    """Return a model of these parameters."""
+    fields, _ = _fields(target)
+    return _model({name: fields[name] for name in names})
 
 
 def _model(fields: Mapping[str, tuple[Any, bool]]) -> type[Group]:

@@ -22,6 +22,7 @@ from solrl_lightning.cli.sweep_job import RANK_VARIABLES
 from solrl_lightning.options.run import Run
 from solrl_lightning.study.drawing import draw_chart
 
+gc.set_threshold(*once.RARELY)
 # Threads wait for each other more than they compute at these sizes. Else Lightning sets two, which later tests inherit.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes for the few kernels compiled here would import torch

@@ -4,6 +4,7 @@ python tests/forks.py reads one JSON line per run, the arguments of `Forks.ranks
 {"status", "seconds", "output"}; the status of a killed run is minus the signal. It has one thread, as forks need.
 """
 
+import gc
 import importlib
 import importlib.util
 import json
@@ -205,6 +206,7 @@ if __name__ == "__main__":
     from solrl_lightning.__main__ import main
     from solrl_lightning.cli import launch
 
+    gc.set_threshold(*once.RARELY)
     for name in _IMPORTED:
         importlib.import_module(name)
     patch = pytest.MonkeyPatch()
@@ -214,5 +216,7 @@ if __name__ == "__main__":
     tqdm.monitor_interval = 0  # it would start a thread
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         main(f"experiment=smoke trainer=cpu iterations=1 hydra.run.dir={folder}/run ~logger".split())
+    gc.collect()
+    gc.freeze()
     launch.renew_store.cache_clear()  # which knows the launcher of a process
     _serve(sys.stdin, sys.stdout)

@@ -13,7 +13,11 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.defaults_list import Overrides
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, grammar_parser
+
+RARELY = 20_000, 20, 20
+"""Thresholds of garbage collection, which by default takes a fifth of an import and a tenth of a run."""
 
 
 def compose_once(patch: pytest.MonkeyPatch) -> None:
@@ -71,11 +75,19 @@ def compose_once(patch: pytest.MonkeyPatch) -> None:
             groups[key] = list_options(self, group_name, *args, **kw)
         return list(groups[key])
 
+    parse, parsed = OverridesParser.parse_rule, dict[Any, bytes]()
+
+    def parsed_once(self: OverridesParser, s: str, rule_name: str) -> Any:
+        if (s, rule_name) not in parsed:
+            parsed[s, rule_name] = pickle.dumps(parse(self, s, rule_name))
+        return pickle.loads(parsed[s, rule_name])
+
     def share(self: CachingConfigRepository, repo: Any) -> None:
         self.delegate, self.cache = copy.copy(repo), {}  # whose list of sources is replaced, and not changed
 
     for user_of_the_grammar in (omegaconf.base, omegaconf._utils):
         patch.setattr(user_of_the_grammar, "parse", functools.cache(grammar_parser.parse))
+    patch.setattr(OverridesParser, "parse_rule", parsed_once)
     patch.setattr(ConfigLoaderImpl, "get_group_options", listed_once)
     patch.setattr(CachingConfigRepository, "__init__", share)
     patch.setattr(ConfigRepository, "load_config", read_once)
@@ -98,15 +110,16 @@ def draw_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def try_out_once(patch: pytest.MonkeyPatch) -> None:
-    """Try the embedded model out on the device meta once with each size."""
-    from solrl_lightning.policies.pipeline import TINY, PipelineAdapter
+    """Make the embedded model on the device meta, before it is loaded, once with each set of options."""
+    from solrl_lightning import build
+    from solrl_lightning.sizing import plan  # noqa: F401  # keeps the function, whose policy it takes
 
-    try_out, fits = PipelineAdapter.try_out, set[Any]()
+    make, fits = build.policy_on_meta, set[str]()
 
-    def tried_out(self: PipelineAdapter) -> None:
-        sizes = type(self), self.resolution, self.max_sequence_length, self.guidance_scale, str(self.dtypes)
-        if self.pretrained != str(TINY) or sizes not in fits:
-            try_out(self)
-            fits.add(sizes)
+    def made_once(node: Any) -> None:
+        options = str({name: value for name, value in node.items() if name != "embeddings"})
+        if node["pretrained"] != "tiny" or options not in fits:
+            make(node)
+            fits.add(options)
 
-    patch.setattr(PipelineAdapter, "try_out", tried_out)
+    patch.setattr(build, "policy_on_meta", made_once)

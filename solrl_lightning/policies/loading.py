@@ -10,6 +10,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,17 @@ def _model_of(pipeline_class: str) -> str | None:
     return None
 
 
+@cache
+def _chats(pipeline_class: type[DiffusionPipeline]) -> bool:
+    """Return whether a pipeline writes prompts as messages of a chat."""
+    return "apply_chat_template" in inspect.getsource(pipeline_class)
+
+
 def _check_complete(
     pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path, without: Sequence[str]
 ) -> None:
     """Check that all component folders exist; diffusers would look for a missing one on the hub."""
-    chats = "apply_chat_template" in inspect.getsource(pipeline_class)
+    chats = _chats(pipeline_class)  # type: ignore[arg-type]  # a class is hashable
     for name, (library, class_name) in _components(folder):
         if name in without:
             continue
