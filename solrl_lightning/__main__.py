@@ -54,6 +54,7 @@ from solrl_lightning.cli.resume import (
     resume,
 )
 from solrl_lightning.errors import UserError
+from solrl_lightning.machine.packages import check_not_hidden
 
 interrupts.restore()
 os.environ["MPLBACKEND"] = "agg"  # pictures are files; a notebook's ! names a backend that this environment may lack
@@ -240,6 +241,7 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
 def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[list[str], dict[Path, bool]]:
     notes = threads.configure(ranks_here())  # before torch is loaded: ranks of torchrun agree on a folder by its store
     allocator.configure()
+    check_not_hidden()
     topics = [argument for argument in flags.overrides if flags.help and argument in tree.groups()]
     flags.overrides = [argument for argument in flags.overrides if argument not in topics]
     for argument in flags.overrides:

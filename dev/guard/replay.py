@@ -34,5 +34,12 @@ def replayed(folder: Path, limits: Limits) -> tuple[int, list[Alarm]]:
 if __name__ == "__main__":
     defaults = OmegaConf.load(ROOT / "conf" / "callbacks" / "default.yaml")
     for name in sys.argv[1:]:
+        if not Path(name, "tensorboard").is_dir():
+            sys.exit(f"{name} has no tensorboard/, which this reads. Name a run with logger=tensorboard.")
         iterations, alarms = replayed(Path(name), Limits(**defaults.guard.limits))
-        print(name, iterations, "iterations:", "; ".join(f"{a.iteration}: {a.saw}" for a in alarms) or "no alarm")
+        print(
+            name,
+            iterations,
+            "iterations:",
+            "; ".join(f"{a.iteration}: {a.saw}" for a in alarms) or "no alarm on metrics",
+        )

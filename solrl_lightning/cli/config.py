@@ -44,6 +44,7 @@ _ONE_EACH = (
 )  # a run has one option of each
 _SEPARATORS = (",", "=")
 _UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads without quotes, in ASCII
+_IN_MAPPING = r""":([^"'{}\[\],]+)"""  # a value
 _OF_THE_PROGRAM = re.compile(r"run_dir|task\.(reads|overrides)|callbacks\.summary\.hparams(\..*)?")  # facts of the run
 _STRAIGHT = str.maketrans("\u201c\u201d\u201e\u00ab\u00bb\u2018\u2019\u201a", '"' * 5 + "'" * 3)  # typographic quotes
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"
@@ -177,6 +178,9 @@ class ConfigTree:
         texts = [text.strip().strip("'\"") for text in (value.strip("[]").split(",") if is_list else [value])]
         quoted = ",".join('"{}"'.format(os.path.expanduser(text).replace('"', '\\"')) for text in texts)
         with_quotes = f"{key}=[{quoted}]" if is_list else f"{key}={quoted}"
+        if value.startswith("{") and self._reads(inside := f"{key}={self._quoted_within(value)}"):
+            with_quotes = inside
+            texts = [match[1] for match in re.finditer(_IN_MAPPING, value) if match[0] not in inside]
         if (without := re.sub(r"\s*([=,:\[\]{}])\s*", r"\1", argument).strip(",")) != argument and self._reads(without):
             reason = "the shell has split it at a space" if is_split else "it has a comma or space too many"
             return f"Cannot read {argument!r}: {reason}. Write {shlex.quote(without)}."
@@ -186,6 +190,17 @@ class ConfigTree:
         strange = next((repr(one) for one in characters if not re.match(_UNQUOTED, one, re.ASCII)), "spaces")
         fix = shlex.quote(with_quotes)
         return f"Cannot read {argument!r}. A text with {strange} needs quotes that survive the shell: {fix}."
+
+    def _quoted_within(self, mapping: str) -> str:
+        """Return a mapping with quotes around its values that cannot be read without."""
+
+        def quoted(match: re.Match[str]) -> str:
+            text = match[1].strip()
+            if self._reads(f"key={text}"):
+                return match[0]
+            return ":null" if text == "~" else ':"{}"'.format(os.path.expanduser(text).replace('"', '\\"'))
+
+        return re.sub(_IN_MAPPING, quoted, mapping)
 
     def completed(self, arguments: Sequence[str]) -> list[str]:
         """Return the arguments with ``++`` before keys that have a default and are in no file of the chosen groups.

@@ -50,7 +50,8 @@ def _described(key: str, value: Any, text: str) -> Iterator[str]:
         for name in dict.fromkeys([*value, *optional]):
             if not name.startswith("_") and name != _PROVIDED:
                 default = parameters[name].default if name in parameters else None
-                yield from _described(f"{key}.{name}", value.get(name, default), texts.get(name, ""))
+                added = "" if name in value else "+"  # as the command line needs
+                yield from _described(f"{added}{key}.{name}", value.get(name, default), texts.get(name, ""))
     elif isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):
         for name, each in value.items():
             yield from _described(f"{key}.{name}", each, "")

@@ -1,9 +1,25 @@
-"""Optional packages. Imports no torch: command lines are checked with it."""
+"""The packages that Python finds. Imports no torch: command lines are checked with it."""
 
+import sys
 from importlib.util import find_spec
 
 from solrl_lightning.artifacts.formatting import shell_quoted
 from solrl_lightning.errors import UserError
+
+_PACKAGES = (
+    "torch torchvision lightning diffusers transformers peft torchmetrics tensorboard safetensors datasets pyarrow "
+    "open_clip huggingface_hub numpy PIL matplotlib jinja2 tqdm pydantic urllib3 torchao ray mlflow wandb"
+).split()
+
+
+def check_not_hidden() -> None:
+    """Raise UserError for a file that Python would import in place of a package, as from the working directory."""
+    for package in _PACKAGES:
+        spec = None if package in sys.modules else find_spec(package)
+        if spec is not None and spec.origin is not None and spec.submodule_search_locations is None:
+            raise UserError(
+                f"{spec.origin} is invalid: Python imports it in place of the package {package}. Rename it."
+            )
 
 
 def is_installed(package: str) -> bool:

@@ -105,7 +105,7 @@ class Run(Group):
     def of(cls, cfg: DictConfig, context: object = None) -> "Run":
         """Return the options of an application config. UserError for the first that is invalid.
 
-        ``~/`` at the beginning of a text is the home folder. The context ``UNCHECKED`` leaves out rules over several keys.
+        ``~/`` at the beginning of a text is the home folder. ``UNCHECKED`` leaves out rules over several keys.
         """
         try:
             tree = _at_home(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))

@@ -266,7 +266,7 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     if len(costed) > 1:
         charts.append(evaluation_chart(f"{reward} reward by training time", costed, reward, "seconds"))
         charts.append(evaluation_chart(f"{reward} reward by forward passes", costed, reward, "evaluations"))
-    described = [row for row in rows if "statistics" in row]
+    described = [row for row in rows if "diversity" in row.get("statistics", {})]  # of several images of a prompt
     if len(described) > 1:
         values = [row["statistics"]["diversity"] for row in described]
         note = "How much the pictures of a prompt differ: standard deviation of their thumbnails over its seeds."

@@ -172,7 +172,8 @@ class Evaluation:
         assert self.table is not None, "an evaluation has filled it"
         means, scores = self.means(), self.table[:, : len(self.names)]
         rewards = {name: means[name] for name in self.names}
-        statistics = {name: means[f"images/{name}"] for name in STATISTICS}
+        described = STATISTICS if self.images > 1 else [name for name in STATISTICS if name != "diversity"]
+        statistics = {name: means[f"images/{name}"] for name in described}
         if not self.history:
             self.base = scores
         parts = {name: means[f"eval/{name}"] for name in self.rewards.part_names}

@@ -338,6 +338,12 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
             "task=generate 'task.prompts=a cat, left'",
             "each, or quote a text that has a comma: \"task.prompts='a cat, left'\".\n",
         ),
+        (
+            "'+logger.a={_target_:b.C,name:x;y,save_dir:~/z,version:null}'",
+            f"A text with ';' needs quotes that survive the shell: "
+            f'\'+logger.a={{_target_:b.C,name:"x;y",save_dir:"{Path.home()}/z",version:null}}\'.',
+        ),
+        ("'reward.vlm.answers={yes:~,no:0}'", "survive the shell: 'reward.vlm.answers={yes:null,no:0}'."),
         ("task.runs=[ab]*", "A text with '[' needs quotes that survive the shell: 'task.runs=\"[ab]*\"'."),
         ("'data.train=a b=c'", "A text with '=' needs quotes that survive the shell: 'data.train=\"a b=c\"'."),
         ("iterations..x=3", "Cannot read 'iterations..x=3': its key must be names with dots between them"),
@@ -543,7 +549,7 @@ def test_newest_run_is_found_wherever_it_lies(
 
 
 def test_python_without_docstrings_is_an_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2, verbose=0))
     assert error_of(command, RECORD).startswith("error: PYTHONOPTIMIZE=2 (python -OO) is invalid")
 
 

@@ -45,7 +45,8 @@ def test_help_of_a_group_describes_the_options_that_no_file_names(command: Comma
 
 def test_help_of_an_option_needs_no_others(command: Command) -> None:
     assert "task.prompts=[]\n    Texts; quote one" in command("--help", "task", "task=generate").out
-    assert "trainer.strategy" in command("--help", "trainer", "trainer=fsdp").out
+    out = command("--help", "trainer", "trainer=fsdp").out
+    assert "\ntrainer.devices=" in out and "\n+trainer.profiler=null\n" in out, "a plus as the command line needs it"
 
 
 def test_help_describes_callbacks_and_a_reward_of_the_users_own(

@@ -13,6 +13,7 @@ from PIL import Image
 from solrl_lightning.metrics.rank import NAMES
 from solrl_lightning.study.report import (
     data_uri,
+    held_out_section,
     history_chart,
     parts_learned,
     rank_section,
@@ -196,6 +197,16 @@ def test_values_that_are_not_finite_are_left_out_of_a_curve() -> None:
     values = (1.0, float("nan"), 2.0, float("inf"))
     history = [{"iteration": i, "train/loss": value} for i, value in enumerate(values)]
     assert history_chart(history, "train/loss") == history_chart([history[0], history[2]], "train/loss")
+
+
+def test_diversity_has_a_curve_where_it_was_measured() -> None:
+    titles = [chart.title for chart in held_out_section(FACTS).charts]
+    single = [row | {"statistics": {"edges": 0.1}} for row in FACTS["evaluations"]]
+    assert (
+        [chart.title for chart in held_out_section(FACTS | {"evaluations": single}).charts]
+        == [title for title in titles if title != "diversity"]
+        != titles
+    )
 
 
 def test_errors_of_an_evaluation_are_those_of_means_over_prompts() -> None:

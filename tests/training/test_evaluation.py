@@ -10,6 +10,7 @@ import torch
 from solrl_lightning.build import build_model
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.metrics.images import STATISTICS
 from solrl_lightning.options.model import Model
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.shapes import ShapesReward
@@ -77,6 +78,16 @@ def test_evaluations_of_other_sampling_do_not_compare(compose: Callable[..., Run
         digests[line] = evaluation.digest, *evaluation.digests.values()
     assert len({digests[line] for line in ["seed=1", *same]}) == 1
     assert len(set(digests.values())) == 1 + len(SAMPLING)
+
+
+@pytest.mark.parametrize(("images", "lacking"), [(2, set()), (1, {"diversity"})])
+def test_one_image_of_a_prompt_has_no_diversity(images: int, lacking: set[str]) -> None:
+    rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
+    measured = Evaluation([Prompt("a red circle")], rewards, "euler", 4, images, 7)
+    measured.table = torch.zeros(1, len(measured.columns), dtype=torch.float64)
+    logged, names = measured.record(0, {}), {*STATISTICS} - lacking
+    assert measured.history[0]["statistics"].keys() == names
+    assert {f"images/{name}" for name in names} == {name for name in logged if name.startswith("images/")}
 
 
 def test_prompt_without_a_score_is_left_out_of_means_and_paired_differences() -> None:
