@@ -40,6 +40,11 @@ from solrl_lightning.errors import OutOfMemory, RankLost, UserError, WriteError
 SMALL = [*small_runs.SMALL, "iterations=3"]
 
 
+def test_no_line_names_a_log_that_is_not_there(command: Command) -> None:
+    assert "solrl_lightning.log" in command(*SMALL, "iterations=1").out
+    assert "solrl_lightning.log" not in command(*SMALL, "iterations=1", "hydra/job_logging=none").out
+
+
 # Full disks
 
 
