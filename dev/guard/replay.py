@@ -37,9 +37,5 @@ if __name__ == "__main__":
         if not Path(name, "tensorboard").is_dir():
             sys.exit(f"{name} has no tensorboard/, which this reads. Name a run with logger=tensorboard.")
         iterations, alarms = replayed(Path(name), Limits(**defaults.guard.limits))
-        print(
-            name,
-            iterations,
-            "iterations:",
-            "; ".join(f"{a.iteration}: {a.saw}" for a in alarms) or "no alarm on metrics",
-        )
+        seen = "; ".join(f"{a.iteration}: {a.saw}" for a in alarms) or "no alarm on metrics"
+        print(name, iterations, "iterations:", seen)

@@ -58,7 +58,7 @@ def export(cfg: Run) -> None:
     name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
     write_card(cfg, ckpt, module, name, dtype)
     if _LORA in exports and not altered_by(cfg):
-        other = "  # or lora_trained, without averaging" if module.ema_state else ""
+        other = "" if module.ema_state is None else "  # or lora_trained, without averaging"
         print(f"pipe.load_lora_weights({str(folder / _LORA)!r}){other}")
     print(
         f"{name}.from_pretrained({str(folder / _MERGED)!r}, dtype=torch.{dtype})  # merged\n"
