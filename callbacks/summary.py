@@ -288,8 +288,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         first, last, mean = numbers([fidelity[which]["spearman"] for which in ("first", "last", "mean")])
         ranks = facts["machine"]["devices"]
         prompts = "another prompt" if ranks == 1 else f"{ranks} other prompts"
-        probes = f"mean of {counted(fidelity['probes'], 'probe')}, each of {prompts}"
-        rows.append(("proxy spearman", f"{mean}, {probes} ({first} first, {last} last)"))
+        probes = f"mean of {fidelity['probes']} probes, each of {prompts} ({first} first, {last} last)"
+        rows.append(("proxy spearman", f"{mean}, {probes if fidelity['probes'] > 1 else 'of 1 probe'}"))
     rows.append(("precision", facts["precision_backend"]))
     reserved, memory = facts["peak_memory_reserved_bytes"], gibibytes(facts["peak_memory_bytes"])
     rows.append(("peak memory", memory + ("" if reserved is None else f", {gibibytes(reserved)} reserved")))

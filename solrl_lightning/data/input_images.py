@@ -17,7 +17,8 @@ from solrl_lightning.errors import UserError
 _END_OF_JPEG, _TAIL = b"\xff\xd9", 1024  # bytes
 _OF_DIFFSYNTH = "edit_image"
 _BITS_OF_TIFF, _LEVELS_16 = 258, 65535  # a tag
-_READABLE = "its picture must be whole, and no larger than Pillow reads"
+_READABLE = "its picture must be whole, and of a format and a size that Pillow reads"
+_SAVE = "Save it again, whole, as a PNG or JPEG file."
 
 
 def with_image(prompt: Prompt, source: str) -> Prompt:
@@ -45,7 +46,7 @@ def with_image(prompt: Prompt, source: str) -> Prompt:
             "such file, nor has images/ in it. Correct the row, or put the file there; write pictures that a table "
             "holds as files (docs/models/qwen_image_edit.md), or choose a model without input."
         )
-    with reading(f"{row}: {_READABLE}"):
+    with reading(f"{row}: {_READABLE}", fix=_SAVE):
         _check(file)
     return Prompt(prompt.text.strip(), {**prompt.metadata, INPUT_IMAGE: str(file.resolve())}, str(name))
 
@@ -92,7 +93,8 @@ def as_rgb(image: Image.Image, highest: int) -> Image.Image:
 @lru_cache(maxsize=32)
 def load_square(file: str, side: int) -> Image.Image:
     """Crop the square in the middle of an image, upright, in RGB, with ``side`` pixels a side."""
-    with reading(f"the input image {file} is invalid: {_READABLE}"), Image.open(file) as opened:
+    rule = f"the input image {file} is invalid: {_READABLE}"
+    with reading(rule, fix=_SAVE), Image.open(file) as opened:
         image = as_rgb(ImageOps.exif_transpose(opened), highest_level(opened))
     width, height = image.size
     square = min(width, height)

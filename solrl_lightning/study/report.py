@@ -245,7 +245,8 @@ def sample_size(facts: Mapping[str, Any]) -> str:
     """Return how many images an evaluation is a mean of, and what its errors are."""
     size = facts["held_out"]
     images = size["prompts"] * size["images_per_prompt"]
-    text = f"Means over {images} images: {size['prompts']} held-out prompts, {size['images_per_prompt']} images each."
+    prompts, each = counted(size["prompts"], "held-out prompt"), counted(size["images_per_prompt"], "image")
+    text = f"Means over {counted(images, 'image')}: {prompts}, {each} each."
     if size["prompts"] > 1:
         text += (
             " ± and bands are one standard error over prompts. Every evaluation has the same prompts and the same "

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.artifacts.tables import format_table
 from solrl_lightning.metrics.selection_gain import GAIN_EXPONENT
 
@@ -38,8 +39,9 @@ def format_audit(result: dict[str, Any]) -> str:
     best = next((row for row in result["proxies"] if row["name"] == result["recommended"]["closest"]), truth)
     equal = [f"{100 * groups['equal_groups']:.0f} %" for groups in (without, best)]
     return (
-        f"against BF16 at {truth['steps']} steps, mean reward {truth['reward']:.4f}: {result['prompts']} prompts x "
-        f"{pool} seeds, {keep} kept\n{wrapped(legend)}\n{format_table(columns, rows)}\n"
+        f"against BF16 at {counted(truth['steps'], 'step')}, mean reward {truth['reward']:.4f}: "
+        f"{counted(result['prompts'], 'prompt')} x {pool} seeds, {keep} kept\n"
+        f"{wrapped(legend)}\n{format_table(columns, rows)}\n"
         f"groups of {keep} equal rewards, which teach nothing: {equal[0]} of random ones, {equal[1]} with selection"
     )
 

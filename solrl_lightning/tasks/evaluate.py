@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor, distributed
 
 from solrl_lightning.artifacts.files import write_atomically
-from solrl_lightning.artifacts.formatting import numbers
+from solrl_lightning.artifacts.formatting import counted, numbers
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_with_weights, instantiate_trainer
@@ -214,8 +214,9 @@ def format_evaluation(result: dict[str, Any], folder: Path) -> str:
         if name in means
     ]
     lines = [
-        f"{result['prompts']} prompts x {result['images_per_prompt']} images, {result['steps']} steps, in "
-        f"{result['seconds']:.0f} s; errors are over prompts; wins are of images over the base's of the same noise",
+        f"{counted(result['prompts'], 'prompt')} x {counted(result['images_per_prompt'], 'image')}, "
+        f"{counted(result['steps'], 'step')}, in {result['seconds']:.0f} s; errors are over prompts; "
+        "wins are of images over the base's of the same noise",
         format_table(["", "mean", "std error", "95 % from", "to", "wins"], rows),
     ]
     if result["tags"]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_animation, to_image, to_png
 from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_model, device_of, load_weights, with_option
@@ -67,7 +68,8 @@ def generate(cfg: Run) -> dict[str, Any]:
     write_atomically(folder / "generate.png", to_png(draw_grid(title, list(weights), rows)))
     result = {"checkpoint": cfg.ckpt, "lora": cfg.lora, "images": images, "seconds": time.perf_counter() - started}
     write_json(folder / "generate.json", result)
-    print(f"{len(images)} images in {result['seconds']:.0f} s\n  {folder / 'images'}, {folder / 'generate.png'}")
+    print(f"{counted(len(images), 'image')} in {result['seconds']:.0f} s")
+    print(f"  {folder / 'images'}, {folder / 'generate.png'}")
     return result
 
 

@@ -255,13 +255,17 @@ class SolRLModule(LightningModule):
         loop: Any = self.trainer.fit_loop
         evaluation = self.evaluation
         if not evaluation.history:
-            message = "evaluation: %d held-out prompts x %d images x %d steps, %.1f times the passes of an iteration"
+            message = "evaluation: %s x %s x %s, %.1f times the passes of an iteration"
             if evaluation.planned_seconds is not None:
                 message += f", {duration(evaluation.planned_seconds)} by estimate"
             often = loop.evaluate_every < loop.max_epochs
             again = f"after {counted(loop.evaluate_every, 'iteration')}" if often else "at the end"
-            sizes = len(evaluation.prompts), evaluation.images, evaluation.steps, loop.cost_of_evaluation
-            log.info(f"{message}; again {again}", *sizes)
+            sizes = (
+                (len(evaluation.prompts), "held-out prompt"),
+                (evaluation.images, "image"),
+                (evaluation.steps, "step"),
+            )
+            log.info(f"{message}; again {again}", *(counted(*size) for size in sizes), loop.cost_of_evaluation)
             if (share := loop.large_share_of_evaluations) is not None:
                 advice = "data.eval_prompts=<number> takes fewer held-out prompts"
                 log.info("evaluations are %.0f %% of this run's passes; %s", 100 * share, advice)

@@ -108,6 +108,8 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     assert f"{tmp_path}, with report.html\n" in printed and "reserved" not in printed
     of_ranks = format_summary(summary | {"machine": summary["machine"] | {"devices": 2}})
     assert "mean of 3 probes, each of 2 other prompts (" in of_ranks
+    once = format_summary(summary | {"rank_fidelity": summary["rank_fidelity"] | {"probes": 1}})
+    assert re.search(r"proxy spearman +1[.]0000, of 1 probe\n", once)
     moved = format_summary(summary | {"paths": {"run": "runs/a"}})  # as by mv, while it trained
     assert "renamed or removed during the run; to resume, copy its .hydra here" in moved and "trains on" not in moved
     names = "status, shapes reward, alarms, an iteration, exploring, proxy spearman, precision, peak memory"

@@ -102,7 +102,8 @@ KINDS = ("jpg", "png", "webp", "bmp", "gif", "tiff")
             "is 'other.png', and .* has no such file, nor has images/ in it. Correct the row, or put the file",
         ),
         ({"image": "images"}, "the image of this one is 'images', and .* has no such file"),
-        *(({"image": f"cut.{kind}"}, "no larger than Pillow reads: .* save it again") for kind in KINDS),
+        ({"image": "phone.heic"}, "of a format and a size that Pillow reads: .* as a PNG or JPEG file"),
+        *(({"image": f"cut.{kind}"}, "must be whole, .* Save it again, whole") for kind in KINDS),
     ],
 )
 def test_row_without_a_readable_image_is_an_error(folder: Path, row: dict[str, Any], message: str) -> None:
@@ -113,6 +114,7 @@ def test_row_without_a_readable_image_is_an_error(folder: Path, row: dict[str, A
         (folder / f"cut.{kind}").write_bytes(whole[: len(whole) // 2])
     with open(folder / "a.jpg", "ab") as file:
         file.write(b"video" * 1000)  # of a camera
+    (folder / "phone.heic").write_bytes(b"\0\0\0\x24ftypheic")
     first = {"prompt": "a", "image": "a.jpg"}
     train = write(folder / "train.jsonl", first, {"prompt": "make it green"} | row)
     with pytest.raises(UserError, match=message) as error:
