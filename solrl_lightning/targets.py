@@ -143,6 +143,12 @@ def check_node(key: str, target: Callable[..., Any], node: Mapping[str, Any], pr
         takes = f"{target.__name__} takes {', '.join(known)}. " if 0 < len(known) <= _LISTED else ""
         fix = did_you_mean(nearest(name, known)).strip() or f"{takes}Leave it out with ~{key}.{name}."
         raise UserError(f"{key}.{name}={written(values[name])} is invalid: nothing reads that key. {fix}")
+    lacking = next((name for name in known if fields[name][1] and name not in values), None)
+    if lacking is not None and not isinstance(target, type):
+        raise UserError(
+            f"{key}._target_={node['_target_']} is invalid: it is called with the keys beside _target_, which lack "
+            f"{lacking}. Name a class, or a function that returns an object of one, or add +{key}.{lacking}=<value>."
+        )
     nodes = [name for name, value in values.items() if isinstance(value, Mapping) and "_target_" in value]
     checked = tuple(name for name in known if name not in nodes)  # Hydra makes objects of nodes
     try:

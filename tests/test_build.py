@@ -68,6 +68,14 @@ ERRORS = {  # maker -> arguments and message
             "Unfinished could not be made: Can't instantiate abstract class .* Define score in it.",
         ),
         (
+            f"+reward.mine={{_target_:{__name__}.redness,weight:1.0}}",
+            "redness is invalid: .* which lack images. Name a class, or a function that returns an object of one",
+        ),
+        (
+            "+reward.mine={_target_:modular.Mine,weight:1.0}",
+            "modular.Mine could not be made: Mine .* write class Mine.Reward, Module., in .*modular.py, line 4. Corr",
+        ),
+        (
             "+reward.mine={_target_:solrl_lightning.rewards.shapes.ShapesReward,weight:1.0,temperature:2}",
             "reward.mine.temperature=2 is invalid: nothing reads that key. Leave it out with ~reward.mine.temperature",
         ),
@@ -114,6 +122,11 @@ class Unfinished(Reward):
     """Has no ``score``."""
 
 
+def redness(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+    """Scores, and makes no reward."""
+    return images[:, 0].mean((1, 2))
+
+
 def trainer_of(cfg: Run) -> Trainer:
     return build_trainer(cfg.trainer, cfg.callbacks, cfg.logger)
 
@@ -126,6 +139,8 @@ def test_error_names_a_part_that_cannot_be_made(
 ) -> None:
     (tmp_path / "lacking.py").write_text("import nowhere_else\n")
     (tmp_path / "mistaken.py").write_text("\ndef loss(images: Tensor): ...\n")
+    imports = "from torch.nn import Module\nfrom solrl_lightning.rewards.base import Reward"
+    (tmp_path / "modular.py").write_text(f"{imports}\n\nclass Mine(Module, Reward): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     cfg = compose("trainer=cpu", argument, *(("~trainer.precision",) if argument in (PLUGIN, STRATEGY) else ()))
     rewards = partial(build_rewards, cfg.reward, cfg.model.frames, CPU)

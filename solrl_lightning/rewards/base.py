@@ -40,6 +40,15 @@ class Reward(ABC):
     part_names: tuple[str, ...] = ()
     """Names of what ``parts`` returns; evaluations log the means as ``eval/<reward>_<part>``."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__call__ is not Reward.__call__:
+            others = ", ".join(base.__name__ for base in cls.__bases__ if base is not Reward)
+            raise TypeError(
+                f"{cls.__name__} is called by another __call__ than Reward's, which checks images and scores: define "
+                f"score alone, and write class {cls.__name__}(Reward{others and ', '}{others})"
+            )
+
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
 
