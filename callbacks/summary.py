@@ -125,7 +125,6 @@ class RunSummary(Callback):
             write_atomically(run / "report.html", render(run_page(facts, history.rows if history else [], run)))
         # The last file, as a run that has it has ended; one without it is finished by the same command.
         write_atomically(run / "summary.json", (json.dumps(facts, indent=2, default=str) + "\n").encode())
-        print(format_summary(facts), flush=True)
         file_logger.info(format_summary(facts))
         self._open = False  # a later exception must not overwrite the summary
         values = {key: facts[key] for key in ("final_reward", "improvement", "base_reward", "seconds_total")}
@@ -134,6 +133,7 @@ class RunSummary(Callback):
         for tracker in trackers_of(trainer):
             columns = {name: self.hparams[name] for name in _COLUMNS if name in self.hparams}
             tracker.log_results(columns, results, trainer.current_epoch)
+        print(format_summary(facts), flush=True)  # last, as the reader of the output may be gone
 
     def collect(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> dict[str, Any]:
         """Return the content of summary.json."""

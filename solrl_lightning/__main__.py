@@ -85,6 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             return run(cfg)
         except (*EXPECTED, BrokenPipeError) as error:
+            if isinstance(error, BrokenPipeError) and not interrupts.is_unread():
+                raise  # of a callback, about a pipe to another program
             reported.append(error)
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 raise  # a sweeper, and a launcher of other processes, need to know
@@ -107,21 +109,26 @@ def main(arguments: list[str] | None = None) -> int:
         if not (terminated or interrupted or jobs):
             raise
         how = "terminated" if terminated else "interrupted" if interrupted else f"error: sys.exit({stop}) ended the run"
-        print(how, file=sys.stderr)
-        folder = Path(jobs[-1].run_dir) if jobs else Path()
-        if jobs and (folder / LAST).is_file() and is_first():
-            command = f"python -m solrl_lightning ckpt=last {path_option('hydra.run.dir', folder)}"
-            print(f"resume with: {command}", file=sys.stderr)
+        _print_stop(how, jobs)
         return _TERMINATED if terminated else _INTERRUPTED if interrupted else _FAILED
-    except BrokenPipeError as error:
-        reported.append(error)
     except Exception as error:
         if error not in reported:
-            reported.append(report_error(error, in_job=bool(jobs)))
+            unread = isinstance(error, BrokenPipeError) and interrupts.is_unread()
+            reported.append(error if unread else report_error(error, in_job=bool(jobs)))
     if any(isinstance(error, BrokenPipeError) for error in reported):  # as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python reports it again when it flushes
+        if jobs and not interrupts.is_unread():
+            _print_stop("terminated: nobody reads the output", jobs)
         return _BROKEN_PIPE
     return max((_USER_ERROR if isinstance(error, UserError) else _FAILED for error in reported), default=0)
+
+
+def _print_stop(how: str, jobs: list[DictConfig]) -> None:
+    print(how, file=sys.stderr)
+    folder = Path(jobs[-1].run_dir) if jobs else Path()
+    if jobs and (folder / LAST).is_file() and is_first():
+        command = f"python -m solrl_lightning ckpt=last {path_option('hydra.run.dir', folder)}"
+        print(f"resume with: {command}", file=sys.stderr)
 
 
 def run(cfg: DictConfig) -> Any:
@@ -153,9 +160,9 @@ def run(cfg: DictConfig) -> Any:
             return result
         with isolated_sweep_job(folder):
             return task(options)
-    except BrokenPipeError:  # the reader of the output is gone
-        raise
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and interrupts.is_unread():
+            raise
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
         trains = HydraConfig.get().runtime.choices.get("task") == "train"
         reported = report_error(error, folder, resumable=trains and not sweeps)

@@ -7,6 +7,7 @@ forks, as multiprocessing does, dies of SIGTERM: the handler of a run would ask 
 import errno
 import io
 import os
+import select
 import signal
 import sys
 import threading
@@ -57,6 +58,14 @@ class _Terminal(io.FileIO):
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             return super().write(data)
+
+
+def is_unread() -> bool:
+    """Return whether the reader of the standard output or of the standard error has ended, as after ``| head``."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def lasting(stream: TextIO | None) -> TextIO:

@@ -455,14 +455,12 @@ class PipelineAdapter(ABC):
         """Write a LoRA that plain diffusers loads with ``pipe.load_lora_weights(folder)``.
 
         The factor alpha / r is multiplied into B, and alpha in the metadata is r, so programs that do not read the
-        metadata add the same update.
+        metadata add the same update. It has no other settings: an older peft refuses those that it does not know.
         """
         scale = config.lora_alpha / config.r
         folded = {name: value * scale if ".lora_B." in name else value for name, value in state.items()}
-        settings = config.to_dict() | {
-            "lora_alpha": config.r,
-            "target_modules": sorted(config.target_modules or ()),  # peft keeps a set
-        }
+        modules = sorted(config.target_modules or ())  # peft keeps a set
+        settings = {"r": config.r, "lora_alpha": config.r, "target_modules": modules}
         metadata = {f"transformer.{key}": value for key, value in settings.items()}
         with written_whole(folder) as part:
             self.pipeline_class.write_lora_layers(

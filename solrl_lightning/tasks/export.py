@@ -163,7 +163,7 @@ def model_card(
         facts=summary,
         iterations=iterations,
         after=counted(iterations, "iteration"),
-        software=", ".join(f"{n} {used[n]}" for n in ("solrl_lightning", "torch", "diffusers") if n in used),
+        software=", ".join(f"{n} {used[n]}" for n in ("solrl_lightning", "torch", "diffusers", "peft") if n in used),
         with_lora=with_lora,
         results=results(summary, iterations),
         **shown,

@@ -24,6 +24,38 @@ def to_no_reader(arguments: list[str]) -> int:
     return main(arguments)
 
 
+class Leave(Callback):
+    """Ends the reader of the output after an iteration."""
+
+    reader: int | None = None
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        if self.reader is not None:
+            os.close(self.reader)
+        Leave.reader = None
+
+
+def to_leaving_reader(arguments: list[str]) -> int:
+    """As `| tee`, which ends before the run."""
+    Leave.reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    return main([*arguments, f"+callbacks.leave._target_={__name__}.Leave"])
+
+
+class Notify(Callback):
+    """Writes to another program, which has ended."""
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.write(writer, b"done")
+
+
+def to_a_reader_and_to_none(arguments: list[str]) -> int:
+    """The output is read, and what the callback writes to is not."""
+    return main([*arguments, f"+callbacks.notify._target_={__name__}.Notify"])
+
+
 class HangUp(Callback):
     """Closes the terminal when training starts."""
 

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shlex
 import shutil
 import signal
@@ -1112,6 +1113,20 @@ def test_several_nodes_without_a_launcher_are_an_error(command: Command) -> None
 def test_reader_that_closes_the_output_causes_no_message(forks: Forks, tmp_path: Path, arguments: list[str]) -> None:
     ended = forks.run(tmp_path, *arguments, target="cli/closed_output:to_no_reader")
     assert (ended.status, ended.output) == (141, "")
+
+
+@pytest.mark.slow
+def test_run_whose_reader_ends_says_how_to_resume(forks: Forks, tmp_path: Path) -> None:
+    """With the summary in its log; a broken pipe of a callback is an error like others."""
+    arguments = ("experiment=smoke", "trainer=cpu", "iterations=3", "hydra.run.dir=run")
+    ended = forks.run(tmp_path, *arguments, target="cli/closed_output:to_leaving_reader")
+    assert ended.status == 141, ended.output
+    resume = f"resume with: python -m solrl_lightning ckpt=last hydra.run.dir={tmp_path}/run\n"
+    assert ended.output.endswith(f"terminated: nobody reads the output\n{resume}") and "Traceback" not in ended.output
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert "  status  " in (tmp_path / "run" / "solrl_lightning.log").read_text()
+    ended = forks.run(tmp_path, *arguments[:-1], target="cli/closed_output:to_a_reader_and_to_none")
+    assert ended.status == 1 and re.search(r'closed_output.py", line \d+, in on_train_epoch_end', ended.output)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from nano import PROMPTS, WIDTH, load_model, lora_config, prompts_of, random_sta
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners import lora as peft_lora
 from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from take_away import POINTER
 from torch import Tensor, nn
@@ -288,6 +289,10 @@ def test_a_saved_lora_resumes_the_policy_and_needs_no_header(files: Files, tmp_p
     """Bit for bit where alpha / rank is a power of two; its alpha is the rank, which a loader without header takes."""
     files.model.save_lora(tmp_path, files.state, lora_config())
     assert same(files.read(tmp_path), files.state)
+    with safe_open(tmp_path / LORA_FILES[0], framework="pt") as opened:
+        header = json.loads(opened.metadata()["lora_adapter_metadata"])
+    settings = {"r", "lora_alpha", "target_modules"}  # an older peft refuses any that it does not know
+    assert header.keys() == {f"transformer.{name}" for name in settings}
     tensors = load_file(tmp_path / LORA_FILES[0])
     save_file(tensors, tmp_path / "bare.safetensors")
     assert same(files.read(tmp_path / "bare.safetensors"), files.state)
