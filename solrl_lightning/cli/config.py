@@ -252,9 +252,12 @@ class ConfigTree:
             return compose("config", list(arguments), return_hydra_config=True)
         except (YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"A YAML file of your own is invalid: {first_lines(error)}. Correct it.") from error
-        except RecursionError as error:
-            fix = "Name a file of the same group without its group, as in `defaults: [<option>, _self_]`"
-            raise UserError(f"The defaults list of a YAML file of your own includes itself. {fix}.") from error
+        except (RecursionError, AssertionError) as error:
+            rule, fix = "has an override before another entry", "Write overrides last"  # with a list of options
+            if isinstance(error, RecursionError):
+                rule = "includes itself"
+                fix = "Name a file of the same group without its group, as in `defaults: [<option>, _self_]`"
+            raise UserError(f"The defaults list of a YAML file of your own {rule}. {fix}.") from error
         except (HydraException, ValueError) as error:
             check_names(self, arguments)
             is_list = "Cannot merge DictConfig with ListConfig" in str(error)

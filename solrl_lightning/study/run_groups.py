@@ -160,10 +160,13 @@ def group_names(settings: Sequence[Settings]) -> list[str]:
     keys = [key for key in _differing(effective) if any(key in s.overrides for s in settings)]
     names = [" ".join(f"{key}={text}" for key, text in s.overrides.items() if key in keys) for s in settings]
     options, values = _differing([s.options for s in settings]), _differing([s.values for s in settings])
-    for shown in (keys, [*keys, *options], [*keys, *options, *values], ["family"]):
+    for candidates in (keys, [*keys, *options], [*keys, *options, *values], ["family"]):
+        columns: dict[tuple[str, ...], str] = {}
+        for key in candidates:  # but not one with the values of an earlier one, as trainer.max_epochs
+            columns.setdefault(tuple(s.value(key) for s in settings), key)
         number = Counter(names)
         names = [
-            name if name and number[name] == 1 else " ".join(f"{key}={s.value(key)}" for key in shown)
+            name if name and number[name] == 1 else " ".join(f"{key}={s.value(key)}" for key in columns.values())
             for name, s in zip(names, settings, strict=True)
         ]
     return names

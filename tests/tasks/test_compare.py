@@ -19,7 +19,7 @@ from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.cli.resume import digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.study.elsewhere import counts
-from solrl_lightning.study.run_groups import costs, group_runs, learning_curve
+from solrl_lightning.study.run_groups import Settings, costs, group_names, group_runs, learning_curve
 from solrl_lightning.tasks.compare import compare
 
 Compose = Callable[..., DictConfig]
@@ -330,6 +330,16 @@ def test_runs_of_an_older_version_have_iterations_only(
     assert list(costs(run, "iteration")) == [0, 2, 4] and costs(run, "seconds") == {}
     compared(compose, runs, "*_1")
     assert "\niterations to a share of the reference's progress\n" in capfd.readouterr().out
+
+
+def test_name_of_a_group_has_each_key_once_and_no_followers() -> None:
+    columns = [(2, None), (2, "x"), (3, None)]
+    settings = [
+        Settings({"iterations": n, "reward.red.what": what, "trainer.max_epochs": n}, {}, {"iterations": str(n)})
+        for n, what in columns
+    ]
+    first, second = (f"iterations=2 reward.red.what={what}" for what in ("null", "x"))
+    assert group_names(settings) == [first, second, "iterations=3"]
 
 
 def test_observing_keys_paths_and_explicit_defaults_make_no_group(tmp_path: Path) -> None:
