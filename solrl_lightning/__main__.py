@@ -266,6 +266,15 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     checked = [argument for argument in arguments if argument not in flags.overrides] + resumed.arguments
     if flags.help or flags.cfg or flags.info:
         return checked, {}
+    try:
+        return _checked_jobs(tree, checked, resumed, composed, notes)
+    except UserError as error:
+        raise UserError(f"{error}{resumed.elsewhere}") from error
+
+
+def _checked_jobs(
+    tree: ConfigTree, checked: list[str], resumed: Resumed, composed: list[DictConfig], notes: list[str]
+) -> tuple[list[str], dict[Path, bool]]:
     if sys.flags.optimize > 1:
         raise UserError("PYTHONOPTIMIZE=2 (python -OO) is invalid: transformers reads docstrings. Set it to 1 or to 0.")
     from solrl_lightning.cli import checks, hub  # after the names are right: pydantic takes 0.1 s

@@ -54,6 +54,7 @@ class Resumed(NamedTuple):
     message: str = ""
     requeued: bool = False  # a run that has finished is then no error
     newest: bool = False  # no option names the run
+    elsewhere: str = ""  # advice to go where the run began, if a path of its options exists only there
 
 
 def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resumed:
@@ -106,7 +107,8 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         trainer = [str(o.input_line) for o in recorded if o.key_or_group == "trainer"]
         sharded = OmegaConf.select(tree.compose(trainer), "trainer.strategy._target_") == SHARDED
         recorded = [o for o in recorded if not is_subkey(_dotted(o), "task", *(["trainer"] if sharded else []))]
-    lines = [str(o.input_line) for o in [*_still_valid(tree, recorded, new), *new]]
+    valid = _still_valid(tree, recorded, new)
+    lines = [str(o.input_line) for o in [*valid, *new]]
     merged = [*searched(sources), *lines, f"ckpt={quoted(checkpoint.absolute())}"]
     if in_place:
         _check_resumable(tree, source, checkpoint, new, lines)
@@ -121,7 +123,8 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         f"overridden here: {_listed(new)}"
     )
     newest = value == "last" and folder is None
-    return Resumed(merged, checkpoint, source if in_place else None, training, message, value == "auto", newest)
+    folder, elsewhere = source if in_place else None, _advice_to_go_back(source, valid)
+    return Resumed(merged, checkpoint, folder, training, message, value == "auto", newest, elsewhere)
 
 
 def _check_one_start(checkpoint: Path, recorded: Iterable[Override], new: Iterable[Override]) -> None:
@@ -419,6 +422,17 @@ def _recorded_sources(folder: Path) -> list[str]:
                 "folder with --config-dir <folder>."
             )
     return sources
+
+
+def _advice_to_go_back(folder: Path, overrides: Iterable[Override]) -> str:
+    """Return where the run in ``folder`` began, if a relative path of its ``overrides`` exists there and not here."""
+    file = folder / RECORD / "hydra.yaml"
+    if file.is_file():
+        place = str(OmegaConf.select(read_record(file, DictConfig, "hydra"), "hydra.runtime.cwd"))
+        for path in filter(None, (str(override.value()) for override in overrides)):
+            if os.path.exists(os.path.join(place, path)) and not os.path.exists(path):
+                return f" The run began in {place}, where {shell_quoted(path)} is: run cd {shell_quoted(place)} first."
+    return ""
 
 
 def read_record(file: Path, kind: type[ListConfig] | type[DictConfig], key: str | None = None) -> Any:

@@ -549,6 +549,22 @@ def test_newest_run_is_found_wherever_it_lies(
     assert config(tmp_path / "moved" / earlier.name)["iterations"] == 11
 
 
+def test_resume_elsewhere_says_where_a_relative_path_is(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a set.txt").write_text("a cat\na dog\n")
+    of_set = [RECORD, "data.train='a set.txt'", "prompts_per_iteration=1"]
+    assert command(*of_set, "hydra.run.dir=run").status == 0
+    again = [RECORD, "ckpt=last", f"hydra.run.dir={tmp_path}/run", "iterations=40"]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    message = error_of(command, *again)
+    assert message.endswith(f"The run began in {tmp_path}, where 'a set.txt' is: run cd {tmp_path} first.\n")
+    assert "is: run cd" not in error_of(command, *of_set)
+    monkeypatch.chdir(tmp_path)
+    assert command(*again).status == 0
+
+
 def test_python_without_docstrings_is_an_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2, verbose=0))
     assert error_of(command, RECORD).startswith("error: PYTHONOPTIMIZE=2 (python -OO) is invalid")

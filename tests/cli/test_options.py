@@ -242,7 +242,7 @@ def test_every_key_of_a_group_has_a_sentence() -> None:
         ("a: [1\nb: 2\n", 'A YAML file of your own is invalid: .*family/mine.yaml", line 2, column 2. Correct it.'),
         (
             "defaults: [override /logger: [csv], sol_rl]\n",
-            "has an override before another entry. Write overrides last.",
+            "an override before another entry. Write overrides last.",
         ),
         ("defaults: sol_rl\n", "Invalid defaults list in 'family/mine', defaults must be a list"),
         ("- 8\n", r"family=\[8\] is invalid: it must be a group of keys"),
