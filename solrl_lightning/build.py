@@ -64,6 +64,7 @@ from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.targets import make, make_optimizer
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
+from solrl_lightning.training.micro_batches import try_out
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.transformers import AdaptedTransformer, TrainedTransformer, Transformers, replicate
 
@@ -286,7 +287,7 @@ def build_training(cfg: Run, prompts: PromptSets, trainer: Trainer) -> tuple[Sol
     """Build the module and the loop of a run.
 
     Raises:
-        UserError: a part is invalid; an objective, a reward or a prompt before the model is loaded.
+        UserError: a part is invalid; a reward or a prompt before the model is loaded, an objective before it samples.
     """
     device, objective = trainer.strategy.root_device, build_objective(cfg.objective)
     rewards = build_tried_rewards(cfg.reward, cfg.model, prompts, device)
@@ -295,6 +296,9 @@ def build_training(cfg: Run, prompts: PromptSets, trainer: Trainer) -> tuple[Sol
 
         cfg = settle_checkpointing(cfg, device, trainer.world_size)
     module = build_model(cfg, device, cfg.samplers, rewards, prompts.eval[: cfg.data.eval_prompts], objective)
+    if not type(objective).__module__.startswith("solrl_lightning."):
+        prompt, noise = module.encode(prompts.train[:1]), module.model.noise(torch.zeros(1, dtype=torch.int64))
+        try_out(objective, prompt, noise[0], module.model.sigmas(cfg.family.regenerate.steps))
     loop = ExploreTrainLoop(
         trainer,
         schedule=PromptSchedule(prompts.train, cfg.prompts_per_iteration, cfg.seed),

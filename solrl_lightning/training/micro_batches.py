@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.objectives.base import Objective
+from solrl_lightning.objectives.base import Objective, check_loss
 from solrl_lightning.rollout.records import EncodedPrompts, Rollouts, TrainingBatch
-from solrl_lightning.sampling.state import map_tensors
+from solrl_lightning.sampling.state import RecordedSteps, map_tensors
 
 
 class MicroBatchPlan(NamedTuple):
@@ -98,3 +98,23 @@ class MicroBatches(Sequence[TrainingBatch]):
             optimizer_step=optimizer_step,
             real=int(real.sum()),
         )
+
+
+def try_out(objective: Objective, prompt: EncodedPrompts, x: Tensor, sigmas: Tensor) -> None:
+    """Compute a loss of two candidates of a prompt, whose images and velocities are ``x`` [...], before a rollout.
+
+    Raises:
+        UserError: ``objective`` returns no `Loss`.
+    """
+    steps, merits = len(sigmas) - 1, torch.tensor([[1.0, 0.0]])
+    transitions, recorded = objective.transitions(steps, 0), None
+    if transitions:
+        log_probs = torch.zeros(1, 2, len(transitions), device=x.device) if objective.solver is not None else None
+        recorded = RecordedSteps(transitions.start, x.expand(1, 2, len(transitions) + 1, *x.shape), log_probs)
+    seeds, x0 = torch.tensor([[0, 1]]), x.expand(1, 2, *x.shape)
+    advantages = objective.advantages(merits)
+    rollouts = Rollouts(prompt.prompts, seeds, x0, merits, merits, merits[..., None], advantages, recorded)
+    rows = 2 * objective.rows_per_sample(steps)
+    (batch,) = MicroBatches(rollouts, prompt, sigmas, objective, plan_micro_batches(1, rows, rows, 1))
+    velocity = torch.zeros_like(batch.x_t).requires_grad_()
+    check_loss(objective, objective(velocity, batch, **dict.fromkeys(objective.needs, batch.x_t)), rows)

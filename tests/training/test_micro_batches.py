@@ -1,19 +1,23 @@
 """Samples, noise levels and weights of the training rows, in closed form over all ranks."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from solrl_lightning.build import build_objective
 from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.objectives.nft import NFT
+from solrl_lightning.options.run import Run
 from solrl_lightning.rollout.records import EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.sampling import RecordedSteps
 from solrl_lightning.seeds import pool_seeds, train_timesteps, training_noise
-from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
+from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches, try_out
 
 KEEP, STEPS, FRACTION, TIMESTEPS, SHAPE = 3, 4, 0.5, 2, (2, 5)
 SIGMAS = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
@@ -175,3 +179,11 @@ def test_rows_of_recorded_path_are_sampler_transitions(first: int) -> None:
         assert torch.equal(batch.sigma, SIGMAS[steps]) and torch.equal(batch.sigma_next, SIGMAS[steps + 1])
         trained |= set(steps.tolist())
     assert trained == set(range(first, STEPS))
+
+
+@pytest.mark.parametrize(
+    "name", sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "objective").glob("*.yaml"))
+)
+def test_every_objective_takes_the_batch_of_the_trial(compose: Callable[..., Run], name: str) -> None:
+    objective = build_objective(compose(f"objective={name}", "family=diffusionnft").objective)
+    try_out(objective, EncodedPrompts([Prompt("a cat")], {}), torch.randn(SHAPE), SIGMAS)
