@@ -40,7 +40,6 @@ from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.run_prompts import prompt_sets
 from solrl_lightning.study.elsewhere import TABLES
 from solrl_lightning.tasks.train import planned_seconds
-from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
 
@@ -498,10 +497,10 @@ class Bare(NFT):
         return super().__call__(velocity, batch, **others).per_sample.mean()
 
 
-def test_objective_that_returns_no_loss_is_an_error_before_the_first_evaluation(
+def test_objective_that_returns_no_loss_is_an_error_before_a_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Evaluation, "measure", None)
+    monkeypatch.setattr(ExploreTrainLoop, "roll_out", None)
     message = r"objective=Bare is invalid: it must return a Loss with per_sample \[\d\] .* got Te"
     with pytest.raises(UserError, match=message):
         train(tmp_path, "objective._target_=test_loop.Bare")
