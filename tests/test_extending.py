@@ -43,4 +43,7 @@ def test_objective_reward_model_and_family_of_the_page_train(
     assert ended.status == 0, ended.err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["reward"], summary["iterations"]) == ("completed", "weighted_sum", 1)
+    exported = command("task=export", "ckpt=run/checkpoints/last.ckpt", "hydra.run.dir=exported")
+    assert exported.status == 0, exported.err
+    assert "a custom class, `mirrored.Mirrored`. This code" in (tmp_path / "exported" / "README.md").read_text()
     assert {"rwr", "redness", "dimness", "mirrored"} <= sys.modules.keys()
