@@ -128,7 +128,7 @@ class RunSummary(Callback):
         file_logger.info(format_summary(facts))
         self._open = False  # a later exception must not overwrite the summary
         values = {key: facts[key] for key in ("final_reward", "improvement", "base_reward", "seconds_total")}
-        values["rank_spearman"] = ((facts["rank_fidelity"] or {}).get("last") or {}).get("spearman")
+        values["rank_spearman"] = ((facts["rank_fidelity"] or {}).get("mean") or {}).get("spearman")
         results = {f"summary/{key}": value for key, value in values.items() if value is not None}
         for tracker in trackers_of(trainer):
             columns = {name: self.hparams[name] for name in _COLUMNS if name in self.hparams}
