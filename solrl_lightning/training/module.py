@@ -284,9 +284,9 @@ class SolRLModule(LightningModule):
                 table[self.trainer.global_rank :: self.trainer.world_size] = rows.to(table)
             evaluation.table = self.trainer.strategy.reduce(table, reduce_op="sum").cpu()
         means = evaluation.means()
-        for name in evaluation.names:
-            # Lightning would log it at iteration - 1
-            self.log(f"eval/{name}", means[name], batch_size=1, logger=False)
+        scores = {f"eval/{name}": means[name] for name in evaluation.names}
+        parts = {f"eval/{name}": means[f"eval/{name}"] for name in evaluation.rewards.part_names}
+        self.log_dict(scores | parts, batch_size=1, logger=False)  # Lightning would log them at iteration - 1
         if not self.trainer.sanity_checking:
             metrics = evaluation.record(loop.iterations_done, loop.cost())
             for logger in self.loggers:

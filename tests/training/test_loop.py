@@ -400,6 +400,9 @@ def test_an_evaluation_is_planned_by_the_estimates_of_its_model_and_gpu(tmp_path
 def test_every_second_iteration_and_the_last_one_are_evaluated(tmp_path: Path) -> None:
     run = train(tmp_path, "evaluation.every=2", max_epochs=3)
     assert [row["iteration"] for row in run.module.evaluation.history] == [2, 3]
+    monitored, last = run.trainer.callback_metrics, run.module.evaluation.history[-1]
+    for name, value in {"shapes": last["shapes"], **last["parts"]}.items():
+        assert float(monitored[f"eval/{name}"]) == pytest.approx(value, nan_ok=True), "callbacks may monitor each"
 
 
 LOSSES = {"nft": NFTLoss, "awm": AWMLoss, "ram": RAMLoss, "pepg": PEPGLoss, "flow_grpo": GRPOLoss}
