@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from solrl_lightning.artifacts.formatting import number
 from solrl_lightning.study.confidence import mean_of
 from solrl_lightning.study.drawing import ITERATIONS, Chart, Series, cost_axis, draw_chart, plot, style_axes
@@ -28,7 +30,7 @@ def series_of(groups: Sequence[Group], cost: str, result: Mapping[str, Any]) -> 
     Of several groups, dots mark where the mean reaches each of ``POINTS`` of the reference's progress.
     """
     label, scale = cost_axis(cost, max(group.curves[cost].cost[-1] for group in groups if cost in group.curves))
-    several, progress = len(groups) > 1, result["plateau"] - result["base"]
+    several = len(groups) > 1
     series = []
     for group, facts in zip(groups, result["groups"], strict=True):
         curve = group.curves.get(cost)
@@ -36,13 +38,11 @@ def series_of(groups: Sequence[Group], cost: str, result: Mapping[str, Any]) -> 
         seeds = [list(rewards.values()) for rewards in curve.rewards] if curve else []
         low, high = ([*map(limit, seeds)] for limit in (min, max))
         points = facts["to_reference"][cost]["points"] if several else {}
-        dots = [
-            (at["mean"] / scale, result["base"] + int(percent) / 100 * progress)
-            for percent, at in points.items()
-            if at["mean"] is not None
-        ]
+        means = [*map(fmean, seeds)]
+        reached = [at["mean"] / scale for at in points.values() if at["mean"] is not None]
+        dots = [(at, float(np.interp(at, x, means))) for at in reached]
         is_reference = group.name == result["reference"] and several
-        series.append(Series(group.name, x, [*map(fmean, seeds)], low, high, is_reference, dots))
+        series.append(Series(group.name, x, means, low, high, is_reference, dots))
     return series, label
 
 

@@ -51,15 +51,16 @@ class Reached(NamedTuple):
 def cost_to_reach(curve: GroupCurve, targets: Mapping[Any, float]) -> Reached:
     """Return the cost at which a group's mean reward first reaches the mean of ``targets`` (seed -> reward).
 
-    The interval contains the costs at which the group is not distinguishable from the target: it begins where the upper
+    Both means are over their common seeds, as rewards differ by seed, or over all of them if none is common. The
+    interval contains the costs at which the group is not distinguishable from the target: it begins where the upper
     limit of the 95 % interval of reward minus target first reaches 0, and ends where the lower limit does (Student's t,
-    at each evaluation; seed by seed if both have the same seeds, which share prompts, initial adapters and noise).
+    at each evaluation; seed by seed for common seeds, which share prompts, initial adapters and noise).
     Costs are means over the seeds; their deviations are not part of the interval.
     """
-    paired = curve.rewards[0].keys() == targets.keys()
+    common = [seed for seed in curve.rewards[0] if seed in targets]
     gaps = [
-        mean_of([rewards[seed] - targets[seed] for seed in rewards])
-        if paired
+        mean_of([rewards[seed] - targets[seed] for seed in common])
+        if common
         else difference_of_means(list(rewards.values()), list(targets.values()))
         for rewards in curve.rewards
     ]
@@ -69,7 +70,7 @@ def cost_to_reach(curve: GroupCurve, targets: Mapping[Any, float]) -> Reached:
     if not upper:
         return Reached(reached, None, None, spent, None)
     limits = first_reached(curve.cost, upper), first_reached(curve.cost, lower)
-    return Reached(reached, *limits, spent, PAIRED if paired else INDEPENDENT)
+    return Reached(reached, *limits, spent, PAIRED if common else INDEPENDENT)
 
 
 def first_reached(costs: Sequence[float], gaps: Sequence[float]) -> float | None:

@@ -139,7 +139,9 @@ def describe_cost(group: Group, reference: Group, cost: str) -> dict[str, Any]:
     There are no points if no run records the cost, or the reference made no progress. A cost is None where it is beyond
     ``spent``, the cost of the last evaluation.
     """
-    points, plateaus = {}, reference.plateaus
+    seeds = {run.seed for run in group.runs}
+    points, plateaus = {}, {seed: each for seed, each in reference.plateaus.items() if seed in seeds}
+    plateaus = plateaus or reference.plateaus
     progress = fmean(each.level - each.base for each in plateaus.values())
     for percent in POINTS if cost in group.curves and progress > 0 else ():
         targets = {seed: each.reward_at(percent) for seed, each in plateaus.items()}
@@ -242,6 +244,8 @@ def plateau_notes(result: Mapping[str, Any]) -> list[str]:
         f"progress: from {before} before training to {reached}, the plateau: the mean of its last third",
         "without evaluations, probes and sample grids; in brackets the 95 % interval; > and <: beyond the run",
     ]
+    if len({frozenset(group["seeds"]) for group in result["groups"]}) > 1:
+        notes.append("shares of progress are of the seeds that a group has in common with the reference, if any")
     if level <= base:
         notes.append("the reference ends no higher than it began; name another one with task.reference=<group>")
     elif rise is None:

@@ -332,6 +332,23 @@ def test_runs_of_an_older_version_have_iterations_only(
     assert "\niterations to a share of the reference's progress\n" in capfd.readouterr().out
 
 
+def test_groups_with_other_seeds_are_compared_on_the_common_ones(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The second seed begins above what the first one ends with."""
+    runs = tmp_path / "runs"
+    write_curve(runs / "1_1", rows(0.3, 0.35, 0.4), "family=diffusionnft")
+    for seed, base in ((1, 0.3), (2, 0.6)):
+        write_curve(runs / f"2_{seed}", rows(base, base + 0.05, base + 0.2), seed=seed)
+    points = compared(compose, runs)["groups"][1]["to_reference"]["iteration"]["points"]
+    assert points["100"]["mean"] == pytest.approx(2 + 2 / 3) and points["25"]["mean"] == pytest.approx(1)
+    assert points["100"]["speed_up"]["mean"] == pytest.approx(4 / (2 + 2 / 3))
+    shown = capfd.readouterr().out
+    assert "shares of progress are of the seeds that a group has in common with the reference, if any\n" in shown
+    compared(compose, runs, "?_1")
+    assert "in common" not in capfd.readouterr().out
+
+
 def test_name_of_a_group_has_each_key_once_and_no_followers() -> None:
     columns = [(2, None), (2, "x"), (3, None)]
     settings = [
