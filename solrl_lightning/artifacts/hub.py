@@ -17,21 +17,26 @@ def is_path(name: str) -> bool:
     return path.exists() or path.is_absolute() or name.startswith((".", "~")) or path.suffix in (".pt", ".pth")
 
 
-def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a local folder.") -> Path:
+def fetch(
+    name: str, *files: str, key: str, kind: str, hint: str = "Or give a local folder.", value: str | None = None
+) -> Path:
     """Return the path of the first of ``files`` in the folder ``name``; of a hub id, download the first of them.
 
-    In messages, ``key`` is the configuration key of ``name``, ``kind`` names the expected model, ``hint`` is the end.
+    In messages, ``key`` is the configuration key of ``name`` or of a ``value`` with it, ``kind`` names the expected
+    model, ``hint`` is the end.
     UserError if the folder has none of the files, or the download fails.
     """
+    named = f"{key}={name if value is None else value}"
     if not is_path(name):
-        return _download(name, files[0], key, kind, hint)
+        return _download(name, files[0], named, kind, hint)
     folder = Path(name).expanduser()
     for file in files:
         if (folder / file).is_file():
-            check_fetched(folder / file, f"{key}={name} is invalid")
+            check_fetched(folder / file, f"{named} is invalid")
             return folder / file
     raise UserError(
-        f"{key}={name} is invalid: it must be a hub id or a local folder; it holds no {' or '.join(files)}. {hint}"
+        f"{named} is invalid: {'it' if value is None else name} must be a hub id or a local folder; it holds no "
+        f"{' or '.join(files)}. {hint}"
     )
 
 
@@ -44,7 +49,7 @@ def check_fetched(file: Path, named: str) -> None:
             )
 
 
-def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:
+def _download(hub_id: str, file: str, named: str, kind: str, hint: str) -> Path:
     import huggingface_hub
     from huggingface_hub import constants, errors
 
@@ -64,7 +69,7 @@ def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:
                 f"is neither a folder here nor in the hub's cache {constants.HF_HUB_CACHE}, and its download fails: "
                 f"{failed} Check the network and its proxy, HF_HUB_OFFLINE, and the token (`hf auth whoami`)."
             )
-        raise UserError(f"{key}={hub_id} {reason} {hint}") from error
+        raise UserError(f"{named} {reason} {hint}") from error
 
 
 # Uploads

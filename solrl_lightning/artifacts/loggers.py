@@ -202,7 +202,9 @@ class MLflow(_Iterations, MLFlowLogger):
             folder.mkdir(parents=True, exist_ok=True)
             tracking_uri = f"sqlite:///{folder}/mlflow.db"
             options = {"artifact_location": folder.as_uri()} | options
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # 14 seconds; by default 7, which take 4 minutes
+        # By default a run waits 4 minutes for a server that is gone and 16 for one that hangs; so 14 s, or 54.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         self._id_file = Path(save_dir) / _RUN_ID
         run_id, has_uri, recorded = (_read_id(self._id_file) or "").partition("\n")
         same = recorded == self._recorded or not has_uri  # which an older version has not recorded

@@ -35,7 +35,8 @@ OUTPUTS = Path("outputs")
 RESUMABLE_KEYS = (
     "iterations max_seconds evaluation callbacks trainer logger hydra task ckpt explorers family.compile "
     "compile_training precision.backend model.rollout_batch model.micro_batch model.decode_batch "
-    "model.gradient_checkpointing model.pretrained model.embeddings data.eval data.eval_prompts data.eval_images"
+    "model.gradient_checkpointing model.pretrained model.transformer_weights model.fused_lora model.embeddings "
+    "data.eval data.eval_prompts data.eval_images"
 ).split()
 _SERVER_KEYS = ("url", "concurrency", "timeout", "retries", "backoff")  # of a reward that a server computes
 _LISTED_KEYS = ", ".join([*RESUMABLE_KEYS, f"reward.<server>.<{'|'.join(_SERVER_KEYS)}>"])

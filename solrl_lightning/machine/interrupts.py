@@ -15,6 +15,9 @@ from functools import partial
 from types import FrameType
 from typing import Any, TextIO
 
+ENDING = threading.Event()
+"""Set once a run has been asked to end, by SIGTERM: nothing should be waited for any more."""
+
 _IN_MAIN = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
 _HANDLER = signal.signal(signal.SIGINT, signal.SIG_DFL) if _IN_MAIN else None
 

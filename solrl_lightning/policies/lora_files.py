@@ -184,9 +184,11 @@ def fuse_lora(pipeline: DiffusionPipeline, source: str) -> dict[str, Tensor]:
     Return its tensors, with the scale in B. ``source`` is ``<hub id or folder>/<file>``.
     """
     folder, _, name = source.rpartition("/")
-    file = fetch(folder or ".", name, key="model.fused_lora", kind="LoRA")
-    if name == LORA_FILES[1]:
-        fetch(folder or ".", PEFT_CONFIG, key="model.fused_lora", kind="LoRA")
+    hint = "Set model.fused_lora=<hub id or folder>/<file>.safetensors."
+    file, *_ = (
+        fetch(folder or ".", each, key="model.fused_lora", kind="LoRA", hint=hint, value=source)
+        for each in (name, *([PEFT_CONFIG] if name == LORA_FILES[1] else []))
+    )
     named = f"model.fused_lora={source} is invalid"
     state = read_lora_file(file, pipeline.transformer, type(pipeline), named)
     for key in [key for key in state if key.endswith(".lora_A.weight")]:

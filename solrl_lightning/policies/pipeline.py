@@ -7,6 +7,7 @@ Shapes: P prompts, L tokens of text, B batch, T solver steps.
 """
 
 import copy
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +17,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -461,11 +464,10 @@ class PipelineAdapter(ABC):
         folded = {name: value * scale if ".lora_B." in name else value for name, value in state.items()}
         modules = sorted(config.target_modules or ())  # peft keeps a set
         settings = {"r": config.r, "lora_alpha": config.r, "target_modules": modules}
-        metadata = {f"transformer.{key}": value for key, value in settings.items()}
-        with written_whole(folder) as part:
-            self.pipeline_class.write_lora_layers(
-                *(self.named_in_files(folded), str(part), True, LORA_FILES[0], None, True, metadata)
-            )
+        text = json.dumps({f"transformer.{key}": value for key, value in settings.items()}, indent=2)
+        content = save(self.named_in_files(folded), {"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
+        with written_whole(folder) as part:  # in order, as a mount of an object store needs: `save_file` is not
+            (part / LORA_FILES[0]).write_bytes(content)
 
     def named_in_files(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a LoRA under the names that they have in files."""

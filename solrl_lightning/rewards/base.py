@@ -13,13 +13,15 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from solrl_lightning.errors import NonFiniteError, RewardError, RewardOutOfMemory, ServerError, UserError, sentence
+from solrl_lightning.machine import interrupts
 from solrl_lightning.machine.memory import retry_with_empty_cache
 
 T = TypeVar("T")
-_NAMED = (UserError, NonFiniteError, ServerError)  # exceptions of ``score`` that others handle
+_NAMED = (UserError, NonFiniteError)  # exceptions of ``score`` that others handle
 Metadata = Mapping[str, Any]
 """Keys other than "prompt" of a prompt's row in its source."""
 
@@ -101,6 +103,10 @@ class Reward(ABC):
             raise RewardOutOfMemory(
                 f"the device has no memory left for the reward {self.name}: {sentence(error)}"
             ) from error
+        except ServerError as error:
+            if interrupts.ENDING.is_set():
+                raise SIGTERMException from error
+            raise
         except _NAMED:
             raise
         except Exception as error:

@@ -16,6 +16,7 @@ from urllib3 import BaseHTTPResponse, PoolManager, Retry
 from urllib3.exceptions import HTTPError, InvalidHeader, ProtocolError, ReadTimeoutError
 
 from solrl_lightning.errors import ServerError, UserError, sentence
+from solrl_lightning.machine import interrupts
 from solrl_lightning.rewards.addresses import TOKEN, read_token
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,16 @@ class _LoggedRetry(Retry):
         except InvalidHeader:
             return None
         return None if seconds is None else min(seconds, _MAX_RETRY_AFTER)
+
+    def sleep(self, response: BaseHTTPResponse | None = None) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            ServerError: the run was asked to end, perhaps by what has ended the server.
+        """
+        seconds = self.get_retry_after(response) if response is not None else None
+        if interrupts.ENDING.wait(seconds or self.get_backoff_time()):
+            raise ServerError("no reward server answered before the run was asked to end.")
 
     def increment(self, *args: Any, **options: Any) -> "_LoggedRetry":
         following = super().increment(*args, **options)  # raises after the last attempt

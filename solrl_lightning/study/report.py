@@ -277,9 +277,8 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     cells = []
     for row in rows:
         cost = [f"{row['seconds']:.1f}", f"{row['evaluations']:,}"] if row in costed else [None, None]
-        is_base = row is rows[0] or rows[0]["iteration"] > 0
         error = error_in(row, reward, "change_error")
-        gain = None if is_base else change(rows[0][reward], row[reward], error)
+        gain = None if row is rows[0] else change(rows[0][reward], row[reward], error)
         cells.append([row["iteration"], *cost, measured(row[reward], error_in(row, reward)), gain])
     text = [
         sample_size(facts),

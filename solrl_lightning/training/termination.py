@@ -8,6 +8,8 @@ from types import FrameType
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from solrl_lightning.machine import interrupts
+
 
 class Termination:
     """Replaces Lightning's handler of SIGTERM, and what it calls on every rank before a micro-batch."""
@@ -15,6 +17,7 @@ class Termination:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.requested = False  # of this rank
+        interrupts.ENDING.clear()
         trainer._signal_connector._sigterm_notifier_fn = self._request  # type: ignore[assignment,method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.raise_on_all  # type: ignore[method-assign]
 
@@ -23,6 +26,7 @@ class Termination:
         if launcher is not None and not self.requested:
             launcher.kill(number)  # passes it on to the ranks that this process has started
         self.requested = True
+        interrupts.ENDING.set()
         # Lightning ends a rank that has this flag, so several ranks set it together.
         self.trainer._signal_connector.received_sigterm = self.trainer.world_size == 1
 

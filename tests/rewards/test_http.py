@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from PIL import Image
 from reward_servers import free_port, in_thread, started
 from torch import Tensor
 from urllib3 import HTTPResponse
 
 from solrl_lightning.errors import NonFiniteError, ServerError, UserError
+from solrl_lightning.machine import interrupts
 from solrl_lightning.rewards import client
 from solrl_lightning.rewards.addresses import TOKEN
 from solrl_lightning.rewards.http import HTTPReward
@@ -125,6 +127,16 @@ def test_example_server_scores_batches_in_order() -> None:
             reward = HTTPReward(url, batch=batch, retries=8, backoff=0.05)
             scores = reward(flat, PROMPTS)
             assert scores[0] == scores[2] == scores[4] < 0.1 < scores[1].minimum(scores[3])
+
+
+def test_a_run_that_is_asked_to_end_waits_for_no_server(server: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "ENDING", threading.Event())
+    server.before_reply = interrupts.ENDING.set
+    for answer in (BUSY, BUSY._replace(retry_after="60")):
+        server.will_reply(answer)
+        with pytest.raises(SIGTERMException):
+            server.reward(retries=9, backoff=60)(IMAGES, PROMPTS)
+    assert len(server.requests) == 2
 
 
 def test_requests_run_at_the_same_time_up_to_the_concurrency(server: type[Server]) -> None:

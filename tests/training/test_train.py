@@ -177,6 +177,12 @@ def test_base_weights_and_alpha_are_those_of_the_checkpoint(command: Command, tm
     (tmp_path / lora).write_bytes(before)
     resumed = command("ckpt=last", run, "iterations=2")
     assert resumed.status == 0, resumed.err
+    (tmp_path / lora).rename(tmp_path / "moved.safetensors")
+    gone = command("ckpt=last", run, "iterations=3")
+    rule = f"model.fused_lora={lora} is invalid: run/lora must be a hub id or a local folder; it holds no pytorch_lora"
+    assert gone.status == 2 and rule in gone.err and "Set model.fused_lora=<hub id or folder>/<file>." in gone.err
+    moved = command("ckpt=last", run, "iterations=3", "model.fused_lora=moved.safetensors")
+    assert moved.status == 0, moved.err
     other = command("task=export", f"ckpt={checkpoint}", "model.lora.alpha=1", "hydra.run.dir=other")
     assert other.status == 2 and "model.lora.alpha=1 is invalid: the checkpoint's LoRA was trained with" in other.err
     assert "Set model.lora.alpha=64." in other.err
