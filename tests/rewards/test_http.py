@@ -129,7 +129,7 @@ def test_example_server_scores_batches_in_order() -> None:
             assert scores[0] == scores[2] == scores[4] < 0.1 < scores[1].minimum(scores[3])
 
 
-def test_a_run_that_is_asked_to_end_waits_for_no_server(server: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_to_end_waits_for_no_server(server: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "ENDING", threading.Event())
     server.before_reply = interrupts.ENDING.set
     for answer in (BUSY, BUSY._replace(retry_after="60")):
