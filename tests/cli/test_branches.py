@@ -156,14 +156,14 @@ def test_stopped_run_resumes_by_ckpt_last(command: Command, tmp_path: Path, monk
 
 
 class NaNGradient(NFT):
-    """A finite loss whose gradient is NaN, from the second batch on or, where ``batches`` is 1, from the first."""
+    """A finite loss whose gradient is NaN after the trial and, where ``batches`` is below 0, after as many batches."""
 
     batches = 0
 
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
         loss = super().__call__(velocity, batch, **others)
         type(self).batches += 1
-        if type(self).batches == 1:
+        if type(self).batches <= 1:
             return loss
         return loss._replace(per_sample=loss.per_sample + (0 * velocity.flatten(1).sum(1)).abs().sqrt())
 
@@ -181,7 +181,7 @@ def assert_finite(run: Path, iterations: int) -> None:
 def test_gradient_that_is_not_finite_ends_the_run_before_the_step(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, advice: str
 ) -> None:
-    monkeypatch.setattr(NaNGradient, "batches", 1 - steps)
+    monkeypatch.setattr(NaNGradient, "batches", -steps)
     done = command(*SMALL, "iterations=3", f"objective._target_={__name__}.NaNGradient", "hydra.run.dir=run")
     assert done.status == 1
     line = the_line(done.err)
