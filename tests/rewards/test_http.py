@@ -132,10 +132,10 @@ def test_example_server_scores_batches_in_order() -> None:
 def test_a_run_that_is_to_end_waits_for_no_server(server: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "ENDING", threading.Event())
     server.before_reply = interrupts.ENDING.set
-    for answer in (BUSY, BUSY._replace(retry_after="60")):
+    for answer in (BUSY, BUSY._replace(retry_after="1")):
         server.will_reply(answer)
         with pytest.raises(SIGTERMException):
-            server.reward(retries=9, backoff=60)(IMAGES, PROMPTS)
+            server.reward()(IMAGES, PROMPTS)
     assert len(server.requests) == 2
 
 
