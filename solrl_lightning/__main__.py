@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             return run(cfg)
         except (*EXPECTED, BrokenPipeError) as error:
-            if isinstance(error, BrokenPipeError) and not interrupts.is_unread():
+            if isinstance(error, BrokenPipeError) and not _is_of_output(error):
                 raise  # of a callback, about a pipe to another program
             reported.append(error)
             if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -113,14 +113,18 @@ def main(arguments: list[str] | None = None) -> int:
         return _TERMINATED if terminated else _INTERRUPTED if interrupted else _FAILED
     except Exception as error:
         if error not in reported:
-            unread = isinstance(error, BrokenPipeError) and interrupts.is_unread()
-            reported.append(error if unread else report_error(error, in_job=bool(jobs)))
+            reported.append(error if _is_of_output(error) else report_error(error, in_job=bool(jobs)))
     if any(isinstance(error, BrokenPipeError) for error in reported):  # as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python reports it again when it flushes
         if jobs and not interrupts.is_unread():
             _print_stop("terminated: nobody reads the output", jobs)
         return _BROKEN_PIPE
     return max((_USER_ERROR if isinstance(error, UserError) else _FAILED for error in reported), default=0)
+
+
+def _is_of_output(error: Exception) -> bool:
+    """Return whether ``error`` says that nobody reads the output any more."""
+    return isinstance(error, BrokenPipeError) and interrupts.is_unread()
 
 
 def _print_stop(how: str, jobs: list[DictConfig]) -> None:
@@ -161,7 +165,7 @@ def run(cfg: DictConfig) -> Any:
         with isolated_sweep_job(folder):
             return task(options)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and interrupts.is_unread():
+        if _is_of_output(error):
             raise
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
         trains = HydraConfig.get().runtime.choices.get("task") == "train"

@@ -261,10 +261,7 @@ def _newest_checkpoint(name: Path) -> tuple[Path, bool]:
 
 def _is_copy(folder: Path) -> bool:
     """Return whether the run in ``folder`` has recorded another folder as its own, which has its checkpoint still."""
-    file = folder / RECORD / "hydra.yaml"
-    if not file.is_file():
-        return False
-    recorded = OmegaConf.select(read_record(file, DictConfig, "hydra"), "hydra.runtime.output_dir", default=str(folder))
+    recorded = OmegaConf.select(_recorded_hydra(folder), "runtime.output_dir", default=str(folder))
     return os.path.realpath(recorded) != os.path.realpath(folder) and (Path(recorded) / LAST).is_file()
 
 
@@ -274,8 +271,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def check_sweep(folder: Path, checkpoint: Path) -> None:
     """Raise UserError if the run in ``folder``, which has ended and which no option names, is a job of a sweep."""
-    record = folder / RECORD / "hydra.yaml"
-    mode = read_record(record, DictConfig, "hydra").hydra.get("mode") if record.is_file() else None
+    mode = _recorded_hydra(folder).get("mode")
     if mode == RunMode.MULTIRUN.name or any((parent / "multirun.yaml").is_file() for parent in folder.parents):
         raise UserError(
             f"ckpt=last is invalid: the newest run, {folder}, is a job of a sweep that has ended, and would no longer "
@@ -414,8 +410,8 @@ def _recorded_overrides(tree: ConfigTree, folder: Path) -> list[Override]:
 
 def _recorded_sources(folder: Path) -> list[str]:
     """Return where the run in ``folder`` had options of its user's from."""
-    file = folder / RECORD / "hydra.yaml"
-    sources = own_sources(read_record(file, DictConfig, "hydra").hydra) if file.is_file() else []
+    hydra = _recorded_hydra(folder)
+    sources = own_sources(hydra) if hydra else []
     for source in sources:
         if source.startswith("file://") and not Path(source[7:]).is_dir():
             raise UserError(
@@ -427,13 +423,18 @@ def _recorded_sources(folder: Path) -> list[str]:
 
 def _advice_to_go_back(folder: Path, overrides: Iterable[Override]) -> str:
     """Return where the run in ``folder`` began, if a relative path of its ``overrides`` exists there and not here."""
-    file = folder / RECORD / "hydra.yaml"
-    if file.is_file():
-        place = str(OmegaConf.select(read_record(file, DictConfig, "hydra"), "hydra.runtime.cwd"))
-        for path in filter(None, (str(override.value()) for override in overrides)):
-            if os.path.exists(os.path.join(place, path)) and not os.path.exists(path):
-                return f" The run began in {place}, where {shell_quoted(path)} is: run cd {shell_quoted(place)} first."
+    place = OmegaConf.select(_recorded_hydra(folder), "runtime.cwd", default=".")
+    for path in filter(None, (str(override.value()) for override in overrides)):
+        if os.path.exists(os.path.join(place, path)) and not os.path.exists(path):
+            return f" The run began in {place}, where {shell_quoted(path)} is: run cd {shell_quoted(place)} first."
     return ""
+
+
+def _recorded_hydra(folder: Path) -> DictConfig:
+    """Return Hydra's own part of the configuration of the run in ``folder``; empty without a record of it."""
+    file = folder / RECORD / "hydra.yaml"
+    hydra: DictConfig = read_record(file, DictConfig, "hydra").hydra if file.is_file() else OmegaConf.create({})
+    return hydra
 
 
 def read_record(file: Path, kind: type[ListConfig] | type[DictConfig], key: str | None = None) -> Any:

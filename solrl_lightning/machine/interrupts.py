@@ -16,7 +16,10 @@ from types import FrameType
 from typing import Any, TextIO
 
 ENDING = threading.Event()
-"""Set once a run has been asked to end, by SIGTERM: nothing should be waited for any more."""
+"""Set once a run has been asked to end, by SIGTERM: nothing should be waited for any more.
+
+A handler in the main thread sets it, so only other threads may wait for it: both take its lock.
+"""
 
 _IN_MAIN = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
 _HANDLER = signal.signal(signal.SIGINT, signal.SIG_DFL) if _IN_MAIN else None

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +186,10 @@ def fuse_lora(pipeline: DiffusionPipeline, source: str) -> dict[str, Tensor]:
     """
     folder, _, name = source.rpartition("/")
     hint = "Set model.fused_lora=<hub id or folder>/<file>.safetensors."
-    file, *_ = (
-        fetch(folder or ".", each, key="model.fused_lora", kind="LoRA", hint=hint, value=source)
-        for each in (name, *([PEFT_CONFIG] if name == LORA_FILES[1] else []))
-    )
+    read = partial(fetch, folder or ".", key="model.fused_lora", kind="LoRA", hint=hint, value=source)
+    file = read(name)
+    if name == LORA_FILES[1]:
+        read(PEFT_CONFIG)
     named = f"model.fused_lora={source} is invalid"
     state = read_lora_file(file, pipeline.transformer, type(pipeline), named)
     for key in [key for key in state if key.endswith(".lora_A.weight")]:

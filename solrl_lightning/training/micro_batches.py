@@ -101,7 +101,7 @@ class MicroBatches(Sequence[TrainingBatch]):
 
 
 def try_out(objective: Objective, prompt: EncodedPrompts, x: Tensor, sigmas: Tensor) -> None:
-    """Compute a loss of two candidates of a prompt, whose images and velocities are ``x`` [...], before a rollout.
+    """Compute a loss of two candidates of a prompt, whose images and other velocities are noise ``x`` [...].
 
     Raises:
         UserError: ``objective`` returns no `Loss`.

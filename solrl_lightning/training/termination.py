@@ -16,16 +16,19 @@ class Termination:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.requested = False  # of this rank
         interrupts.ENDING.clear()
         trainer._signal_connector._sigterm_notifier_fn = self._request  # type: ignore[assignment,method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.raise_on_all  # type: ignore[method-assign]
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank has received the signal."""
+        return interrupts.ENDING.is_set()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         launcher = self.trainer.strategy.launcher
         if launcher is not None and not self.requested:
             launcher.kill(number)  # passes it on to the ranks that this process has started
-        self.requested = True
         interrupts.ENDING.set()
         # Lightning ends a rank that has this flag, so several ranks set it together.
         self.trainer._signal_connector.received_sigterm = self.trainer.world_size == 1
