@@ -11,6 +11,7 @@ from diffusers import ModelMixin
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub_utils
 from hydra.core.hydra_config import HydraConfig
+from lightning.fabric.loggers import Logger
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
@@ -25,7 +26,6 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
@@ -367,7 +367,7 @@ def build_model(
             cfg.model.eval_steps,
             cfg.data.eval_images,
             cfg.seed,
-            model.sampling_settings(cfg.model.eval_steps),
+            model.sampling_settings(cfg.model.eval_steps) | cfg.model.custom,
             cfg.reward.scoring,
         ),
     )

@@ -1,6 +1,7 @@
 """Exceptions whose messages are shown to the user without a traceback."""
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable, Sequence
 
@@ -74,6 +75,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch
         return True
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
+def is_out_of_threads(error: BaseException) -> bool:
+    """Return whether the system let a process start no thread or process, as Python says it."""
+    no_process = isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN
+    return no_process or (isinstance(error, RuntimeError) and "can't start new thread" in str(error))
 
 
 def sentence(error: BaseException) -> str:

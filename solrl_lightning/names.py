@@ -56,6 +56,16 @@ def check_backend(precision: str, backend: str) -> None:
         )
 
 
+SUM: Final = "weighted_sum"
+"""The label of several rewards' sum."""
+
+TAKEN_BY_METRICS = frozenset(
+    {SUM, "mean", "std", "group_std", "zero_std_fraction"}  # reward/<name>
+    | {"iteration", "seconds", "evaluations", "samples", "statistics", "parts", "standard_error", "change_error"}
+)
+"""Names that no reward can have: of metrics beside its own, and of keys in a row of summary.json's evaluations."""
+
+
 def trained_reward(weights: Mapping[str, float]) -> str:
     """Return the name of the reward that is trained on: the only one, of which more is better, or the weighted sum."""
-    return next(iter(weights)) if [weight > 0 for weight in weights.values()] == [True] else "weighted_sum"
+    return next(iter(weights)) if [weight > 0 for weight in weights.values()] == [True] else SUM

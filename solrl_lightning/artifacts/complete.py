@@ -18,6 +18,7 @@ from solrl_lightning.errors import (
     UserError,
     WriteError,
     is_out_of_memory,
+    is_out_of_threads,
     sentence,
 )
 
@@ -26,7 +27,8 @@ _PASSING = (UserError, NonFiniteError, RewardError, ServerError, WriteError)
 
 def _is_of_machine(error: BaseException) -> bool:
     is_of_disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return is_of_disk or is_out_of_memory(error) or type(error).__name__ == "AcceleratorError"  # of torch
+    is_of_gpu = type(error).__name__ == "AcceleratorError"  # of torch
+    return is_of_disk or is_of_gpu or is_out_of_memory(error) or is_out_of_threads(error)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ RECORD = Path(".hydra")
 NEXT_RECORD = RECORD / "next"  # overrides of a resumed run, until training has started
 _LOCK = ".lock"  # held by the process that runs in the folder
 _TRACES = "summary.json checkpoints tensorboard lora transformer .hydra".split()  # marks of a run, by its first rank
+_WRITTEN = "checkpoints samples lora transformer .hydra".split()  # a logger that cannot write costs a run nothing
 _SWEEP = "multirun.yaml"  # by any rank, perhaps before the first one has looked
 OTHER_FOLDER = "hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>"
 
@@ -145,6 +146,8 @@ def is_utf8(text: str) -> bool:
 def check_writable(folder: Path, other: str = OTHER_FOLDER) -> None:
     """Raise UserError for a folder that cannot be made or written, or whose name is not in UTF-8. Leaves no file.
 
+    The same for the folders in it to which a run writes, which may belong to another user.
+
     ``other``: the options that choose another folder.
     """
     existing = folder.absolute()
@@ -155,15 +158,16 @@ def check_writable(folder: Path, other: str = OTHER_FOLDER) -> None:
         )
     while not existing.exists() and not existing.is_symlink():
         existing = existing.parent
-    try:
-        # Writing is the only reliable test: permission bits say nothing about read-only mounts, or to root.
-        with tempfile.TemporaryDirectory(dir=existing, prefix=".solrl-"):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"The run's folder {folder} cannot be written: {os.strerror(error.errno or 0)} at {existing}. "
-            f"Choose another with {other}."
-        ) from error
+    for place in (existing, *(folder / name for name in _WRITTEN if (folder / name).is_dir())):
+        try:
+            # Writing is the only reliable test: permission bits say nothing about read-only mounts, or to root.
+            with tempfile.TemporaryDirectory(dir=place, prefix=".solrl-"):
+                pass
+        except OSError as error:
+            raise UserError(
+                f"The run's folder {folder} cannot be written: {os.strerror(error.errno or 0)} at {place}. "
+                f"Make it writable, or choose another with {other}."
+            ) from error
 
 
 def remove_unused(folder: Path) -> None:

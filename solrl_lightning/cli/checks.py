@@ -97,9 +97,12 @@ def check_paths(options: Run) -> None:
             rule = f"it must be a LoRA file, or a folder with {' or '.join(LORA_FILES)}"
             # A file of another name, as on the hub, or the LoRA inside a run folder.
             files = [file for name in LORA_FILES for file in path.glob(f"*/{name}")]
-            near = sorted([*path.glob("[!.]*.safetensors"), *(file.parent for file in files)])
+            others = [*path.glob("[!.]*.safetensors")]
+            near = sorted([*others, *(file.parent for file in files)])
             fix = ", or ".join(path_option("model.init_lora", file) for file in near) or "model.init_lora=<LoRA>"
-            raise UserError(f"model.init_lora={lora} is invalid: {rule}. Set {fix}.")
+            raise UserError(
+                f"model.init_lora={lora} is invalid: {rule}. Set {fix}{', if it is a LoRA' * bool(others)}."
+            )
 
 
 def check_needs(options: Run) -> None:

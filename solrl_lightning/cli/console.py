@@ -26,6 +26,7 @@ from solrl_lightning.errors import (
     UserError,
     WriteError,
     is_out_of_memory,
+    is_out_of_threads,
     sentence,
 )
 
@@ -103,6 +104,9 @@ def report_error(
     full = next((e for e in causes if is_out_of_memory(e)), None)
     if failure is None and full is not None:
         failure = OutOfMemory(f"the device has no memory left: {sentence(full)}")
+    if failure is None and any(map(is_out_of_threads, causes)):
+        rule = "this process can start no thread: a limit on processes is reached"
+        failure = UserError(f"{rule}. Raise it (ulimit -u, or pids.max of a container), or end other processes.")
     if failure is None and any(isinstance(e, RuntimeError) and _LOST_RANK.search(str(e)) for e in causes):
         failure = RankLost("another rank of this run has ended.")
     if failure is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):

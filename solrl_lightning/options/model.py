@@ -1,6 +1,6 @@
 """``model``: a text-to-image model with its sampling and training parameters."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict
 from typing_extensions import Required, TypedDict
@@ -204,6 +204,13 @@ class Model(Group):
     """Low-rank update that is trained."""
     quantization: Quantization
     """Layers of the shadow that are quantised."""
+
+    @property
+    def custom(self) -> dict[str, Any]:
+        """Class of a custom adapter, with its arguments beside the keys above; empty of a packaged one."""
+        packaged = self.policy["_target_"].startswith("solrl_lightning.")
+        arguments = {key: value for key, value in self.policy.items() if key not in type(self).model_fields}
+        return {} if packaged else arguments
 
     def check(self) -> None:
         if isinstance(self.frames, int) and self.frames > (self.num_frames or 1):

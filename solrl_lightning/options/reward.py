@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import Required, TypedDict
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.names import Combination, trained_reward
+from solrl_lightning.names import TAKEN_BY_METRICS, Combination, trained_reward
 from solrl_lightning.options.rules import HERE, NODE, Broken, Group, number
 from solrl_lightning.rewards.addresses import HTTP, VLM, check_url
 
@@ -82,6 +82,8 @@ class Reward(Group):
         for name in node if isinstance(node, dict) else ():
             if name in ("pretrained", "combine"):
                 continue
+            if name in TAKEN_BY_METRICS:
+                raise Broken("a metric of this program has that name.", name, "Choose another name for the reward.")
             member = node[name] if isinstance(node[name], dict) else {}
             if "weight" not in member or not isinstance(member.get("_target_"), str):
                 file = "Begin the reward's file with `# @package reward`, and put them below its one key, its name."

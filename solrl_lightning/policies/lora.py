@@ -35,14 +35,17 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
     Raises:
         UserError: a target of ``config`` is no layer of the transformer, or its rank exceeds the width of one.
     """
-    widths = {name: min(shape[:2]) for name, shape in layer_shapes(transformer).items()}
+    grouped = {name for name, module in transformer.named_modules() if getattr(module, "groups", 1) > 1}
+    shapes = layer_shapes(transformer)
+    widths = {name: min(shape[:2]) for name, shape in shapes.items() if name not in grouped}
     names = list(widths)
     targets = sorted(map(str, config.target_modules or ()))
     unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
     if unknown or not targets:
         raise UserError(
-            f"model.lora.target_modules={targets} is invalid: it must list layers of {type(transformer).__name__} by "
-            f"the ends of their names{', which has none named ' + ', '.join(unknown) if unknown else ''}. "
+            f"model.lora.target_modules={targets} is invalid: it must list linear layers, or convolutions without "
+            f"groups, of {type(transformer).__name__} by the ends of their names"
+            f"{', and it has none named ' + ', '.join(unknown) if unknown else ''}. "
             "Leave it out for the layers of the model's file."
         )
     least = min(width for name, width in widths.items() if any(name == t or name.endswith(f".{t}") for t in targets))
@@ -217,8 +220,9 @@ def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple
     """Yield the name and the float32 value W + (alpha / r) B A of each adapted weight."""
     for name, layer in layers.items():
         down, up = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
-        base = dense(layer.get_base_layer().weight)
-        yield f"{name}.weight", torch.addmm(base.float(), up.float(), down.float(), alpha=layer.scaling[TRAINED])
+        base = dense(layer.get_base_layer().weight)  # of a convolution [out, in, h, w], as A [r, in, h, w]
+        rows, up, down = (weight.flatten(1).float() for weight in (base, up, down))
+        yield f"{name}.weight", torch.addmm(rows, up, down, alpha=layer.scaling[TRAINED]).view(base.shape)
 
 
 @contextmanager

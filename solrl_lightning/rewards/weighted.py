@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.data.prompt import Prompt
-from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.frames import choose_frames
 from solrl_lightning.names import trained_reward
 from solrl_lightning.rewards.base import Metadata, Reward, call_with_metadata
@@ -66,6 +66,12 @@ class WeightedRewards:
     ) -> None:
         self.frames = frames
         self.rewards, self.combine = dict(rewards), combine
+        taken = {*rewards} & {*self.part_names, *self.costs}
+        if taken:
+            raise UserError(
+                f"reward.{min(taken)} is invalid: a part of another reward has the same name in curves and tables. "
+                "Choose another name for the reward."
+            )
         self.weights = {name: float(weights[name]) for name in rewards}
         self.name = trained_reward(self.weights)
 

@@ -97,7 +97,6 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
     call = {"num_inference_steps": cfg.model.eval_steps, "height": cfg.model.resolution, "width": cfg.model.resolution}
     if cfg.model.num_frames:
         call["num_frames"] = cfg.model.num_frames
-    packaged = cfg.model.policy["_target_"].startswith("solrl_lightning.")
     card = model_card(
         str(cfg.model.pretrained),
         call | module.model.call_options,
@@ -107,7 +106,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         with_lora,
         averaged=module.ema_state is not None,
         pipeline=module.model.pipeline_class.__name__,
-        custom=None if packaged else cfg.model.policy["_target_"],
+        custom=cfg.model.custom.get("_target_"),
         transformer=transformer,
         dtype=dtype,
         variant=cfg.model.variant,

@@ -1,5 +1,6 @@
 """The folder that a command locks is the one that its run writes."""
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -63,6 +64,25 @@ def test_a_link_to_nothing_or_to_itself_is_an_error(command: Command, tmp_path: 
         result = command(TASK, "hydra.run.dir=link/run")
         assert result.status == 2 and "cannot be written: " in result.err
         (tmp_path / "link").unlink()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "samples", "lora"])
+def test_a_folder_of_a_run_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As the first user of a group has left it; root may write everywhere."""
+    mkdir = os.mkdir
+
+    def mkdir_elsewhere(path: Any, mode: int = 0o777) -> None:
+        if Path(path).parent.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        mkdir(path, mode)
+
+    check_writable(tmp_path)
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(os, "mkdir", mkdir_elsewhere)
+    with pytest.raises(UserError, match=rf"cannot be written: Permission denied at {tmp_path / name}\. Make it writ"):
+        check_writable(tmp_path)
 
 
 def test_an_argument_that_is_not_in_utf_8_is_an_error(command: Command) -> None:

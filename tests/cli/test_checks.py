@@ -58,7 +58,8 @@ def test_folder_without_a_lora_of_a_known_name_has_another_or_one_below(compose:
     for name in ("run/lora/pytorch_lora_weights", "hub/turbo", "peft/b/adapter_model", "peft/a/adapter_model"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / f"{name}.safetensors").touch()
-    fixes = {"run": f"{tmp_path}/run/lora", "hub": f"{tmp_path}/hub/turbo.safetensors", "none": "<LoRA>"}
+    fixes = {"run": f"{tmp_path}/run/lora", "none": "<LoRA>"}
+    fixes["hub"] = f"{tmp_path}/hub/turbo.safetensors, if it is a LoRA"
     fixes["peft"] = f"{tmp_path}/peft/a, or model.init_lora={tmp_path}/peft/b"
     for folder, fix in ((tmp_path / name, fix) for name, fix in fixes.items()):
         with pytest.raises(UserError, match=rf"it must be a LoRA file, .*\. Set model.init_lora={fix}\.$"):

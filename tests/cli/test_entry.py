@@ -427,7 +427,8 @@ def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path
         (tmp_path / "cut.ckpt").write_bytes(content)
         assert fault in error_of(command, "ckpt=cut.ckpt")
     (tmp_path / "lora.safetensors").touch()
-    assert "Begin a new run from this LoRA with model.init_lora=lora.safe" in error_of(command, "ckpt=lora.safetensors")
+    fix = "If it is a LoRA, begin a new run from it with model.init_lora=lora.safetensors"
+    assert fix in error_of(command, "ckpt=lora.safetensors")
     for folder in ("run/checkpoints", "run/.hydra"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text("[]")

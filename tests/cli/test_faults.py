@@ -4,6 +4,7 @@ server that dies.
 After each of them old files are intact, there are no partial files, and one line names a fix.
 """
 
+import errno
 import importlib
 import io
 import resource
@@ -27,6 +28,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from reward_servers import free_port, kill, start, started
 from small_runs import Command, checkpoint, files_of, the_line
 
+from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.artifacts.files import (
     WholeCheckpointIO,
     opened_atomically,
@@ -360,6 +362,15 @@ def test_full_device_ends_with_options_that_take_less(
     line = the_line(capsys.readouterr().err)
     assert line.startswith(f"error: the device has no memory left: {message}")
     assert "model.gradient_checkpointing=true" in line and "ckpt=last hydra.run.dir=" in line
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, "Resource")])
+def test_limit_on_processes_is_no_damaged_file(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where a library has wrapped it, as when it reads a model's weights in threads."""
+    with pytest.raises(type(error)) as raised, reading("model.pretrained=flux is invalid"):
+        raise error
+    assert isinstance(report_error(raised.value), UserError)
+    assert "limit on processes is reached. Raise it (ulimit -u" in the_line(capsys.readouterr().err)
 
 
 # Callbacks

@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import Flux2KleinPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
-from nano import PROMPTS, WIDTH, load_model, lora_config, prompts_of, random_state, relative_error
+from nano import PROMPTS, WIDTH, build_nano_sana, load_model, lora_config, prompts_of, random_state, relative_error
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners import lora as peft_lora
 from peft.tuners.lora import LoraLayer
@@ -433,6 +433,12 @@ def test_the_advice_of_an_error_is_one_that_works(files: Files, nano_folder: str
     file.write_bytes(POINTER)
     with pytest.raises(UserError, match=f"is invalid: .*{file.name} is a pointer of git-lfs"):
         files.read(file)
+
+
+def test_convolution_with_groups_is_no_target() -> None:
+    """Whose update is no product of two matrices, so it cannot be merged."""
+    with pytest.raises(UserError, match="convolutions without groups, .* and it has none named conv_depth. Leave it"):
+        lora.add_adapters(build_nano_sana().transformer, lora_config(1, targets=["to_q", "conv_depth"]), seed=0)
 
 
 def test_rank_above_the_width_of_a_layer_raises(nano_folder: str) -> None:

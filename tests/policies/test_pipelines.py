@@ -172,8 +172,9 @@ def test_diffusers_paints_the_merged_replicas_images_with_the_saved_lora(
     adapted = load_nano(architecture, folder)
     adapted.transformer.float()
     merged = replica.clone_sharing_weights(adapted.transformer)
-    fused = ("to_qkv_mlp_proj",) if architecture == "flux2" else ()  # in its single blocks
-    config = lora_config(rank=4, alpha=12, targets=(*ATTENTION, *fused))
+    # The fused projection of single blocks, and convolutions of one pixel and of several.
+    others = {"flux2": ("to_qkv_mlp_proj",), "sana": ("conv_inverted", "conv_point", "patch_embed.proj")}
+    config = lora_config(rank=4, alpha=12, targets=(*ATTENTION, *others.get(architecture, ())))
     layers = lora.add_adapters(adapted.transformer, config, seed=0)
     state = random_state(lora.adapter_state(layers, TRAINED), seed=6)
     replica.untie_parameters(merged, [f"{name}.weight" for name in layers])

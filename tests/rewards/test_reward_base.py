@@ -18,6 +18,7 @@ from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, RewardError, RewardOutOfMemory, UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.base import Metadata, Reward
+from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 
 
@@ -249,6 +250,12 @@ def test_parts_get_the_metadata() -> None:
     rewards = WeightedRewards({"counts": Counts()}, {"counts": 1.0})
     parts = rewards.parts(torch.zeros(2, 3, 4, 4), [Prompt("a", {"count": 3}), Prompt("b", {"count": 4})])
     assert parts.tolist() == [[3.0], [4.0]]
+
+
+def test_part_and_reward_of_one_name_are_an_error() -> None:
+    rewards = {"counts": Counts(), "counts_count": ShapesReward()}
+    with pytest.raises(UserError, match=r"reward\.counts_count is invalid: a part of another reward has the same name"):
+        WeightedRewards(rewards, dict.fromkeys(rewards, 1.0))
 
 
 class Describes(Returns):

@@ -3,9 +3,11 @@
 import logging
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from solrl_lightning.build import build_model
 from solrl_lightning.data.prompt import Prompt
@@ -13,6 +15,7 @@ from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.metrics.images import STATISTICS
 from solrl_lightning.options.model import Model
 from solrl_lightning.options.run import Run
+from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.training import evaluation as module
@@ -78,6 +81,26 @@ def test_evaluations_of_other_sampling_do_not_compare(compose: Callable[..., Run
         digests[line] = evaluation.digest, *evaluation.digests.values()
     assert len({digests[line] for line in ["seed=1", *same]}) == 1
     assert len(set(digests.values())) == 1 + len(SAMPLING)
+
+
+class Soft(Flux1):
+    """A custom model, with an argument that decides its pictures."""
+
+    def __init__(self, pretrained: str, resolution: int, *, blend: float, **others: Any) -> None:
+        super().__init__(pretrained, resolution, **others)
+        self.blend = blend
+
+    def decode_latents(self, x: Tensor, vae: Any) -> Tensor:
+        return super().decode_latents(x, vae) * self.blend
+
+
+def test_evaluations_of_other_custom_models_do_not_compare(compose: Callable[..., Run]) -> None:
+    custom = [f"model.policy._target_={__name__}.Soft", "+model.policy.blend=0.5", "model.preview_decoder=null"]
+    settings = [
+        build_model(compose(*changes), torch.device("cpu")).evaluation.digests["sampling"]
+        for changes in ([], custom, [*custom, "model.policy.blend=0.8"], [*custom, "model.embeddings=cache"])
+    ]
+    assert len(set(settings)) == 3 and settings[1] == settings[3]
 
 
 @pytest.mark.parametrize(("images", "lacking"), [(2, set()), (1, {"diversity"})])
