@@ -1,6 +1,7 @@
 """Build the objects of a run from its options. The classes that they are of take arguments, never the options."""
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,11 +42,11 @@ from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.cli.config import ConfigTree, as_written, own_sources
 from solrl_lightning.cli.launch import advice, check_world, is_first, renew_store
 from solrl_lightning.data.prompt import Prompt
-from solrl_lightning.data.prompts import PromptSchedule, PromptSets
+from solrl_lightning.data.prompts import PromptSchedule, PromptSets, digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine import attention
 from solrl_lightning.machine.threads import divide_threads
-from solrl_lightning.names import AUTO, SHADOW, TRAINED, Storage
+from solrl_lightning.names import AUTO, SHADOW, TRAINED, Storage, is_packaged
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.options.model import Model, Quantization
 from solrl_lightning.options.reward import Reward
@@ -61,7 +62,7 @@ from solrl_lightning.rewards.base import Reward as Scorer
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
 from solrl_lightning.rollout.scoring_worker import worker_of
 from solrl_lightning.run_prompts import prompt_sets
-from solrl_lightning.targets import make, make_optimizer
+from solrl_lightning.targets import locate, make, make_optimizer
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.micro_batches import try_out
@@ -296,7 +297,7 @@ def build_training(cfg: Run, prompts: PromptSets, trainer: Trainer) -> tuple[Sol
 
         cfg = settle_checkpointing(cfg, device, trainer.world_size)
     module = build_model(cfg, device, cfg.samplers, rewards, prompts.eval[: cfg.data.eval_prompts], objective)
-    if not type(objective).__module__.startswith("solrl_lightning."):
+    if not is_packaged(type(objective).__module__):
         prompt, noise = module.encode(prompts.train[:1]), module.model.noise(torch.zeros(1, dtype=torch.int64))
         try_out(objective, prompt, noise[0], module.model.sigmas(cfg.family.regenerate.steps))
     loop = ExploreTrainLoop(
@@ -327,7 +328,7 @@ def build_model(
     ``samplers``: names of those that rollouts use. ``objective``: None builds the objective of ``cfg``.
     """
     prepare_device(device)
-    model = build_policy(cfg.model.policy, device, cfg.base_weights, cfg.encode_on, cfg.is_sharded)
+    model = build_policy(_with_embeddings(cfg.model), device, cfg.base_weights, cfg.encode_on, cfg.is_sharded)
     compiled = {}
     wishes = {"family.compile": cfg.family.compile, "compile_training": cfg.compile_training}
     for (key, choice), what in zip(wishes.items(), ("rollouts", "training steps"), strict=True):
@@ -375,6 +376,16 @@ def build_model(
     return module
 
 
+def _with_embeddings(model: Model) -> Mapping[str, Any]:
+    """Return ``model.policy``; a custom class has a folder of embeddings for its file and its arguments."""
+    node: dict[str, Any] = {**model.policy}
+    if model.custom and node.get("embeddings"):
+        module = sys.modules[locate("model.policy", node).__module__]
+        code = Path(module.__file__).read_bytes() if module.__file__ else b""  # a notebook has none
+        node["embeddings"] = str(Path(node["embeddings"]) / digest(model.custom, code.hex()))
+    return node
+
+
 def build_policy(
     node: Mapping[str, Any], device: torch.device, base_weights: Storage, encode_on: str, is_sharded: bool
 ) -> PipelineAdapter:
@@ -383,7 +394,7 @@ def build_policy(
     options: dict[str, Any] = dict(device=str(device), base_weights=base_weights, encode_on=encode_on)
     if is_sharded:
         options["transformer_device"] = "cpu"
-    if node["_target_"].startswith("solrl_lightning.") and config_folder(node["pretrained"]) is not None:
+    if is_packaged(node["_target_"]) and config_folder(node["pretrained"]) is not None:
         policy_on_meta(node)
     policy: PipelineAdapter = make("model.policy", node, takes=", ".join(f"`{name}`" for name in options), **options)
     return policy

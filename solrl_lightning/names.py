@@ -66,6 +66,11 @@ TAKEN_BY_METRICS = frozenset(
 """Names that no reward can have: of metrics beside its own, and of keys in a row of summary.json's evaluations."""
 
 
+def is_packaged(name: str) -> bool:
+    """Return whether a module, or what is in one, is of this package; other code is a user's."""
+    return name.partition(".")[0] == "solrl_lightning"
+
+
 def trained_reward(weights: Mapping[str, float]) -> str:
     """Return the name of the reward that is trained on: the only one, of which more is better, or the weighted sum."""
     return next(iter(weights)) if [weight > 0 for weight in weights.values()] == [True] else SUM

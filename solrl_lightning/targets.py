@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError, create_model
 from typing_extensions import is_typeddict
 
 from solrl_lightning.errors import UserError, did_you_mean, nearest, sentence
+from solrl_lightning.names import is_packaged
 from solrl_lightning.options.rules import DEFAULT, Group, explain, written
 
 _LISTED = 15  # options of a class in an error
@@ -156,7 +157,7 @@ def check_node(key: str, target: Callable[..., Any], node: Mapping[str, Any], pr
     except ValidationError as error:
         first = error.errors()[0]
         named = explain({**first, "loc": (*key.split("."), *first["loc"])})
-        if fields[str(first["loc"][0])][1] and not target.__module__.startswith("solrl_lightning."):
+        if fields[str(first["loc"][0])][1] and not is_packaged(target.__module__):
             named = UserError(str(named).replace(DEFAULT, "Correct it."))  # where a user's file has it
         raise named from None
 

@@ -94,7 +94,7 @@ ERRORS = {  # maker -> arguments and message
     ],
     "trainer": [
         (f"logger.tensorboard._target_={CSV}", "that key. CSV.* takes .* with ~logger.tensorboard.default_hp"),
-        (f"logger.tensorboard._target_={IDENTITY}", "must be a lightning.pytorch.loggers.logger.Logger"),
+        (f"logger.tensorboard._target_={IDENTITY}", "must be a lightning.fabric.loggers.logger.Logger"),
         ("+logger.tensorboard.log_dir=x", "multiple values for .* 'log_dir'.* with ~logger.tensorboard.<name>"),
         (f"+callbacks.mine._target_={IDENTITY}", "callbacks.mine: .*must be a lightning.pytorch.callbacks"),
         (f"+callbacks.g={{_target_:{ACCUMULATE},scheduling:{{0:2}}}}", "callbacks.g is invalid: .* with ~callbacks.g"),

@@ -21,6 +21,7 @@ from solrl_lightning.errors import (
     is_out_of_threads,
     sentence,
 )
+from solrl_lightning.names import is_packaged
 
 _PASSING = (UserError, NonFiniteError, RewardError, ServerError, WriteError)
 
@@ -44,8 +45,7 @@ def reading(named: str, by: str = "solrl_lightning", fix: str = "Download or sav
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
-        packaged = by.partition(".")[0] == "solrl_lightning"
-        if not packaged or any(isinstance(each, _PASSING) or _is_of_machine(each) for each in causes):
+        if not is_packaged(by) or any(isinstance(each, _PASSING) or _is_of_machine(each) for each in causes):
             raise
         if isinstance(causes[-1], ImportError):
             raise UserError(f"{named}: a package is missing: {' '.join(str(causes[-1]).split())}") from error

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict
 from typing_extensions import Required, TypedDict
 
-from solrl_lightning.names import Decoder, SolverName, Training
+from solrl_lightning.names import Decoder, SolverName, Training, is_packaged
 from solrl_lightning.options.rules import (
     MAX_STEPS,
     NODE,
@@ -208,9 +208,8 @@ class Model(Group):
     @property
     def custom(self) -> dict[str, Any]:
         """Class of a custom adapter, with its arguments beside the keys above; empty of a packaged one."""
-        packaged = self.policy["_target_"].startswith("solrl_lightning.")
         arguments = {key: value for key, value in self.policy.items() if key not in type(self).model_fields}
-        return {} if packaged else arguments
+        return {} if is_packaged(self.policy["_target_"]) else arguments
 
     def check(self) -> None:
         if isinstance(self.frames, int) and self.frames > (self.num_frames or 1):

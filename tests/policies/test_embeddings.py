@@ -13,7 +13,10 @@ from nano import PROMPTS, load_nano, prompts_of
 from safetensors.torch import save_file
 from torch import Tensor
 
+from solrl_lightning.build import build_model
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
+from solrl_lightning.policies.flux1 import Flux1
 
 ROW = {"embeds": torch.arange(6).view(2, 3).bfloat16(), "mask": torch.tensor([1, 0]), "half": torch.tensor(0.5)}
 
@@ -36,6 +39,32 @@ def test_row_loads_to_the_bit_for_its_text_and_model_only(cache: EmbeddingCache)
     assert cache.load("a text ") is None
     assert EmbeddingCache(cache.folder, "another model").load("a text") is None
     assert EmbeddingCache(cache.folder / "elsewhere", "a model").load("a text") is None
+
+
+class Scaled(Flux1):
+    """A custom model whose embeddings are others, of the same encoders."""
+
+    def __init__(self, pretrained: str, resolution: int, *, factor: float, **others: Any) -> None:
+        self.factor = factor
+        super().__init__(pretrained, resolution, **others)
+
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Any:
+        return {name: self.factor * value for name, value in super().encode_uncached(prompts, device).items()}
+
+
+def test_a_custom_model_has_embeddings_apart_by_its_arguments(compose: Callable[..., Run], tmp_path: Path) -> None:
+    common = [f"model.embeddings={tmp_path / 'embeddings'}", "model.dtypes.transformer=float32"]
+    custom = [*common, f"model.policy._target_={__name__}.Scaled"]
+
+    def encoded(*arguments: str) -> dict[str, Tensor]:
+        return build_model(compose(*arguments), torch.device("cpu")).model.encode(prompts_of(PROMPTS))
+
+    plain = encoded(*common)
+    for factor in (-1, 2, -1):
+        changed = encoded(*custom, f"+model.policy.factor={factor}.0")
+        assert equal(changed, {name: factor * value for name, value in plain.items()})
+    assert equal(encoded(*common), plain)
+    assert len([*(tmp_path / "embeddings").glob("*/")]) == 2
 
 
 @pytest.mark.parametrize("text", ["../../outside", "", "ein Kreis \N{SNOWMAN}\n\x00", "long " * 1000])
