@@ -22,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import get_method
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from solrl_lightning.artifacts.finished_runs import end_of
@@ -386,12 +386,30 @@ def _jobs(
                 f"hydra.output_subdir={record or 'null'} is invalid: a run resumes with the options that Hydra records "
                 f"in {RECORD}. Leave it out."
             )
-    if len(jobs) > 1 and not OmegaConf.is_interpolation(home, "subdir"):
-        raise UserError(
-            f"hydra.sweep.subdir={home.subdir} is invalid: every run of a sweep needs its own folder. Use "
-            "'hydra.sweep.subdir=${hydra.job.num}', or leave it out."
-        )
+    if tree.sweeps:
+        _check_subdirs(composed)
     return jobs
+
+
+def _check_subdirs(composed: list[DictConfig]) -> None:
+    """Raise UserError if two jobs of a sweep have one folder: the second would continue the first.
+
+    Of a sweeper that chooses values during the sweep, two jobs with the same values are compared.
+    """
+    chooses = composed[0].hydra.runtime.choices["hydra/sweeper"] != "basic"
+    jobs: dict[str, int] = {}
+    for number, cfg in enumerate([*composed, *composed] if chooses else composed):
+        pattern: Any = OmegaConf.to_container(cfg.hydra.sweep, resolve=False)
+        with read_write(cfg.hydra), resolvable(cfg):
+            cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)
+            subdir = os.path.normpath(str(cfg.hydra.sweep.subdir))
+        first = jobs.setdefault(subdir, number)
+        if first != number:
+            raise UserError(
+                f"hydra.sweep.subdir={pattern['subdir']} is invalid: every run of a sweep needs its own folder, and "
+                f"{subdir} is that of jobs {first} and {number}. Use 'hydra.sweep.subdir=${{hydra.job.num}}', or leave "
+                "it out."
+            )
 
 
 def _each(jobs: "dict[str, Run]", check: "Callable[[Run], None]") -> None:

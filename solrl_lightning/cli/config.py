@@ -381,7 +381,7 @@ def _swept(override: Override, every: bool) -> list[str]:
         values = list(override.sweep_string_iterator())
     if not values:
         rule = "Hydra's basic sweeper takes a list, choice(...) or range(...), not empty and with nothing beside it"
-        raise UserError(f"{override.input_line} is invalid: {rule}. Write {key}=choice(1,2) or {key}=1,2.")
+        raise UserError(f"{override.input_line} is invalid: {rule}. Write {key}=<value>,<value>.")
     return [f"{key}={each}" for each in values][: None if every else 1]
 
 
@@ -486,9 +486,10 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
             raise UserError(f"{override.input_line} is invalid: {_FORMS[kinds].format(key=key)}")
         if isinstance(default, dict) and isinstance(value, dict):
             if others := sorted(map(str, value.keys() - default.keys())):
+                fix = f"Replace it by ~{key} '+{override.input_line}'" if default else f"Add +{key}.{others[0]}=<value>"
                 raise UserError(
-                    f"{override.input_line} is invalid: {key} has the keys {', '.join(default)} and no "
-                    f"{', '.join(others)}. Replace it by ~{key} '+{override.input_line}'."
+                    f"{override.input_line} is invalid: {key} has {', '.join(map(str, default)) or 'no keys'} and no "
+                    f"{', '.join(others)}. {fix}."
                 )
 
 

@@ -51,6 +51,12 @@ RungSteps = Annotated[
 Checkpointing = Annotated[bool | Literal["selective", "auto"], one_of(True, False, "selective", "auto")]
 
 
+_SAME_PICTURES = (
+    *("pretrained", "transformer_weights", "fused_lora"),  # whose content has digests
+    *("preview_decoder", "embeddings", "decode_batch", "gradient_checkpointing"),
+)
+
+
 class Policy(TypedDict, total=False):
     """Arguments of the adapter of the architecture; an argument with the name of a key of ``model`` has its value."""
 
@@ -207,9 +213,10 @@ class Model(Group):
 
     @property
     def custom(self) -> dict[str, Any]:
-        """Class of a custom adapter, with its arguments beside the keys above; empty of a packaged one."""
-        arguments = {key: value for key, value in self.policy.items() if key not in type(self).model_fields}
-        return {} if is_packaged(self.policy["_target_"]) else arguments
+        """Class of a custom adapter, with the arguments that may decide its pictures; empty of a packaged one."""
+        if is_packaged(self.policy["_target_"]):
+            return {}
+        return {key: value for key, value in self.policy.items() if key not in _SAME_PICTURES}
 
     def check(self) -> None:
         if isinstance(self.frames, int) and self.frames > (self.num_frames or 1):

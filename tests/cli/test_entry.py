@@ -197,6 +197,18 @@ def test_folder_of_a_job_has_no_path_in_its_name(command: Command, tmp_path: Pat
     assert sorted(folders) == ["0_seed-1", "1_seed-1", "2_seed-2", "3_seed-2"]
 
 
+def test_jobs_of_a_sweep_with_one_folder_are_an_error(command: Command, tmp_path: Path, sweeper: list[str]) -> None:
+    """The second would continue the first, as a job that is started again does."""
+    sweep = ["-m", "family=sol_rl,race", "seed=1,2", "hydra.sweep.dir=sweep"]
+    line = error_of(command, *sweep, "hydra.sweep.subdir=at/../seed${seed}")
+    assert "own folder, and seed1 is that of jobs 0 and 2. Use 'hydra.sweep.subdir=${hydra.job.num}', or leave" in line
+    assert "same is that of jobs 0 and 1" in error_of(command, *sweep, "hydra.sweep.subdir=same")
+    chosen = error_of(command, *sweeper, "optimizer.lr=interval(0.1,1)", "hydra.sweep.subdir=lr${optimizer.lr}")
+    assert "lr0.1 is that of jobs 0 and 1" in chosen
+    assert command(RECORD, *sweep, "hydra.sweep.subdir=${hydra:runtime.choices.family}_${seed}").status == 0
+    assert {file.name for file in (tmp_path / "sweep").glob("*_*")} == {"sol_rl_1", "sol_rl_2", "race_1", "race_2"}
+
+
 SWEEPER = """
 from forks import Forks
 from hydra.core.plugins import Plugins
@@ -374,7 +386,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("~trainer", "A run has one trainer"),
         ("family=[sol_rl,prefix]", "A run has one family, no list"),
         ("-m seed=1,1", "The sweep has the run of all its values twice."),
-        ("-m 'seed=range(1,3,0)'", "nothing beside it. Write seed=choice(1,2) or seed=1,2."),
+        ("-m 'seed=range(1,3,0)'", "nothing beside it. Write seed=<value>,<value>."),
         ("-m hydra.sweep.dir=.", "hydra.sweep.dir=. is invalid"),
         ("-m 'hydra.sweep.dir=${hydra:job.name}'", "only. Write 'hydra.sweep.dir=${hydra.job.name}', or use"),
         ("'hydra.run.dir=\"~elsewhere/a\"'", "and in its name ~ is no home directory. Name one, such as runs/a, or"),

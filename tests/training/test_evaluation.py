@@ -101,6 +101,7 @@ def test_evaluations_of_other_custom_models_do_not_compare(compose: Callable[...
         for changes in ([], custom, [*custom, "model.policy.blend=0.8"], [*custom, "model.embeddings=cache"])
     ]
     assert len(set(settings)) == 3 and settings[1] == settings[3]
+    assert compose(*custom, "model.guidance=2").model.custom["guidance"] == 2, "a key of the model, too"
 
 
 @pytest.mark.parametrize(("images", "lacking"), [(2, set()), (1, {"diversity"})])
