@@ -59,6 +59,9 @@ class RankCorrelation(Callback):
             if prompts:
                 reference = loop.probe(prompts, seeds).merits
         self._seconds = loop.stopwatch.seconds["probe"] - before
+        scored = (proxy + reference).isfinite().all(dim=0)  # candidates of the prompt; a reward may leave some out
+        if scored.sum() >= loop.keep:
+            proxy, reference = proxy[:, scored], reference[:, scored]
         # A checkpoint within an iteration has the probe of that iteration, which is repeated.
         self.history = [row for row in self.history if row["iteration"] < iteration]
         ratio = {"spread_ratio": spread_ratio(trainer, proxy, reference)}

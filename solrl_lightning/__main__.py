@@ -388,6 +388,12 @@ def _jobs(
             )
     if tree.sweeps:
         _check_subdirs(composed)
+        direction = OmegaConf.select(composed[0], "hydra.sweeper.direction")  # of Optuna
+        if isinstance(direction, ListConfig) and len(direction) > 1:
+            rule = "a run returns one value, its last held-out reward"
+            raise UserError(
+                f"hydra.sweeper.direction={direction} is invalid: {rule}. Set hydra.sweeper.direction=maximize."
+            )
     return jobs
 
 

@@ -60,10 +60,10 @@ def first_lines(error: Exception) -> str:
 
 
 def _is_raised_by_hydra(error: Exception) -> bool:
-    """Return whether ``error`` comes from the code of Hydra or of a library that reads its files and values."""
+    """Return whether ``error`` comes from Hydra, a plugin of it, or a library that reads its files and values."""
     names = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     *_, library = [name for name in names if name not in sys.stdlib_module_names]
-    return library in {"hydra", "omegaconf", "yaml", "antlr4"}
+    return library in {"hydra", "omegaconf", "yaml", "antlr4"} or "hydra_plugins" in names
 
 
 def _plugin_of(error: Exception) -> str | None:

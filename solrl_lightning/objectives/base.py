@@ -93,8 +93,8 @@ class KLObjective(Objective):
     """An objective of the sampling policy's velocity, with a KL term to the base model.
 
     Args:
-        kl_weight: weight of the KL term, the mean squared distance to the base model's velocity; 0 saves a forward
-            pass.
+        kl_weight: weight of the KL term, the mean squared distance to the base model's velocity, or in GRPO of the
+            means of a step over twice the variance of its noise; 0 saves a forward pass.
         reference_every: n: compute the KL term in every n-th micro-batch, multiplied by n; n > 1 saves forward passes.
         timestep_fraction: fraction of the noise levels, or of the stochastic steps, that a sample is trained at.
     """

@@ -59,24 +59,30 @@ class Reward(ABC):
         """What all scores so far have cost, by kind; logged as ``reward/<name>_<kind>``, summed over ranks."""
         return {}
 
-    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[Metadata] | None = None) -> Tensor:
+        """Return ``unchecked`` scores; raise ``NonFiniteError`` if one is NaN or infinite, too."""
+        scores = self.unchecked(images, prompts, metadata)
+        check_scores(self.name, scores, prompts)
+        return scores
+
+    @torch.no_grad()
+    def unchecked(self, images: Tensor, prompts: list[str], metadata: list[Metadata] | None = None) -> Tensor:
         """Return scores, float32 [B], of images [B, 3, H, W] in [0, 1] with one prompt each and optional metadata.
+
+        NaN or infinite for an image that has no score.
 
         Raises:
             ValueError: the images have another shape, dtype or range, or the number of prompts or metadata is not B.
             UserError: ``score`` did not return B real numbers: a tensor or array [B] or [B, 1], or a list.
             RewardError: ``score`` raised an exception.
-            NonFiniteError: an image has NaN, or a score is NaN or infinite.
+            NonFiniteError: an image has NaN.
         """
         metadata = [{} for _ in prompts] if metadata is None else metadata
         check_images(self.name, images, prompts, metadata)
         returned = self._call(self.score, images, prompts, metadata)
         count = len(prompts)
         shapes = [(count,), (count, 1), ()] if count == 1 else [(count,), (count, 1)]  # of one image, a number
-        scores = numbers_of(self.name, "score", returned, *shapes).flatten().to(images.device)
-        check_scores(self.name, scores, prompts)
-        return scores
+        return numbers_of(self.name, "score", returned, *shapes).flatten().to(images.device)
 
     @torch.no_grad()
     def described(self, images: Tensor, prompts: list[str], metadata: list[Metadata] | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.frames import choose_frames
 from solrl_lightning.names import trained_reward
-from solrl_lightning.rewards.base import Metadata, Reward, call_with_metadata
+from solrl_lightning.rewards.base import Metadata, Reward, call_with_metadata, check_scores
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Scores [P, N, R] and weights [R] -> merits float32 [P, N]."""
@@ -105,23 +105,40 @@ class WeightedRewards:
 
         The scores of videos [B, F, 3, H, W] are the means over their ``frames``.
         """
+        scores = self._unchecked(images, prompts)
+        self._check(scores, prompts)
+        return scores
+
+    def of_each(self, images: Tensor, prompts: list[Prompt]) -> tuple[Tensor, NonFiniteError | None]:
+        """Return scores as ``__call__`` does, NaN of an image without a finite score, and the error of the first.
+
+        Only if a reward raises the error, as it does for an image with NaN, is each image scored again, alone.
+        """
+        try:
+            scores = self._unchecked(images, prompts)
+        except NonFiniteError as error:
+            scores, first = torch.full((len(prompts), len(self.rewards)), torch.nan, device=images.device), error
+            for row, prompt in enumerate(prompts):
+                with suppress(NonFiniteError):
+                    scores[row] = self._unchecked(images[row : row + 1], [prompt])[0]
+        else:
+            try:
+                self._check(scores, prompts)
+                return scores, None
+            except NonFiniteError as error:
+                first = error
+        return scores.where(scores.isfinite().all(-1, keepdim=True), torch.nan), first
+
+    def _unchecked(self, images: Tensor, prompts: list[Prompt]) -> Tensor:
         if images.ndim == 5:
             return self._of_videos(images, prompts)
         texts, metadata = _columns(prompts)
-        scores = [reward(images, texts, metadata) for reward in self.rewards.values()]
+        scores = [reward.unchecked(images, texts, metadata) for reward in self.rewards.values()]
         return torch.stack(scores, dim=-1)
 
-    def of_each(self, images: Tensor, prompts: list[Prompt]) -> tuple[Tensor, NonFiniteError | None]:
-        """Return scores as ``__call__`` does, NaN of an image without a finite score, and the error of the first."""
-        try:
-            return self(images, prompts), None
-        except NonFiniteError as error:
-            first = error
-        scores = torch.full((len(prompts), len(self.rewards)), torch.nan, device=images.device)
-        for row, prompt in enumerate(prompts):
-            with suppress(NonFiniteError):
-                scores[row] = self(images[row : row + 1], [prompt])[0]
-        return scores, first
+    def _check(self, scores: Tensor, prompts: list[Prompt]) -> None:
+        for reward, column in zip(self.rewards.values(), scores.unbind(-1), strict=True):
+            check_scores(reward.name, column, [prompt.text for prompt in prompts])
 
     @property
     def part_names(self) -> list[str]:
@@ -142,7 +159,7 @@ class WeightedRewards:
     def _of_videos(self, videos: Tensor, prompts: list[Prompt]) -> Tensor:
         scored, each = self._frames_of(videos, prompts)
         try:
-            scores = self(*scored)
+            scores = self._unchecked(*scored)
         except NonFiniteError as error:
             raise NonFiniteError(str(error), error.row // each) from error
         return scores.unflatten(0, (len(videos), each)).mean(1)

@@ -46,6 +46,20 @@ def test_pool_of_equal_rewards_logs_nan_and_does_not_stop_the_run(fit, stand_in)
     assert torch.isnan(trainer.callback_metrics["rank/spearman"])
 
 
+def test_candidate_without_a_score_is_left_out_of_a_probe(fit, stand_in):
+    """As of a judge that refuses a picture."""
+
+    def rewards_of(seeds):
+        rewards = stand_in.rewards_of(seeds)
+        return rewards.where(rewards > rewards.min(), torch.nan)
+
+    ranks = RankCorrelation(probe_every=1)
+    fit(ranks, roll_out=stand_in.RollOut(rewards_of=rewards_of))
+    assert [ranks.last[name] for name in ("spearman", "top_overlap", "bottom_overlap")] == pytest.approx([1] * 3)
+    assert ranks.last["bottom_mean_rank"] == stand_in.POOL - 1 - (stand_in.KEEP // 2 - 1) / 2
+    assert ranks.last["spread_ratio"] > 0
+
+
 def test_resume_restores_the_history_of_probes(fit):
     ranks = RankCorrelation(probe_every=1)
     fit(ranks, iterations=3, resumed=fit(RankCorrelation(probe_every=1), iterations=2))

@@ -343,6 +343,19 @@ def test_error_names_the_plugin_of_hydra_that_cannot_be_imported(
     assert line.endswith("plugin a_sweeper: ValueError: mutable default. Update it, or run pip uninstall a-sweeper.")
 
 
+def test_plugin_of_hydra_that_refuses_an_option_is_an_error_of_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "hydra_plugins" / "b_sweeper"
+    folder.mkdir(parents=True)
+    (folder / "core.py").write_text("import random\n\ndef sweep():\n    random.sample([1], 2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="larger than population") as caught:
+        importlib.import_module("hydra_plugins.b_sweeper.core").sweep()
+    assert isinstance(report_error(caught.value, in_job=False), UserError)
+    assert "cannot use this command line: ValueError: Sample larger" in the_line(capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

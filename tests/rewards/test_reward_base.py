@@ -252,6 +252,29 @@ def test_parts_get_the_metadata() -> None:
     assert parts.tolist() == [[3.0], [4.0]]
 
 
+class Refusing(Reward):
+    """Scores all images but the second, as a judge that refuses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def score(self, images: Tensor, prompts: list[str]) -> Any:
+        self.calls.append(len(images))
+        return [torch.nan if number == 1 else float(number) for number in range(len(images))]
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 4, 4), (3, 1, 3, 4, 4)], ids=["images", "videos"])
+def test_images_beside_one_without_a_score_are_not_scored_again(shape: tuple[int, ...]) -> None:
+    """A second answer of a server would be another, and take a request an image."""
+    refusing = Refusing()
+    rewards = WeightedRewards({"shapes": ShapesReward(), "refusing": refusing}, {"shapes": 1.0, "refusing": 1.0})
+    prompts = [Prompt("a red circle above a blue square")] * 3
+    scores, error = rewards.of_each(torch.rand(shape), prompts)
+    assert refusing.calls == [3] and error is not None and error.row == 1
+    assert scores[1].isnan().all() and scores[::2].isfinite().all() and scores[:, 1].nan_to_num().tolist() == [0, 0, 2]
+
+
 def test_part_and_reward_of_one_name_are_an_error() -> None:
     rewards = {"counts": Counts(), "counts_count": ShapesReward()}
     with pytest.raises(UserError, match=r"reward\.counts_count is invalid: a part of another reward has the same name"):
