@@ -60,7 +60,7 @@ _MEANINGS = {
     "rank/kept_spearman": "Of every iteration, and above the pool's correlation: only the extremes are in it, which "
     "are easy to order.",
     "train/loss": "What the optimiser minimises; it need not fall while the reward rises.",
-    "train/kl": "Distance of the policy's velocity from the base's. A steep rise announces a collapse. Not computed, "
+    "train/kl": "The KL term: distance of the policy from the base. A steep rise announces a collapse. Not computed, "
     "and 0, with objective.kl_weight=0.",
     "train/grad_norm": "Norm of the gradient before clipping.",
     "train/clipped": "Share beyond the clip: of advantages (nft), or of likelihood ratios (awm, GRPO).",

@@ -203,12 +203,10 @@ def test_jobs_of_a_sweep_with_one_folder_are_an_error(command: Command, tmp_path
     line = error_of(command, *sweep, "hydra.sweep.subdir=at/../seed${seed}")
     assert "own folder, and seed1 is that of jobs 0 and 2. Use 'hydra.sweep.subdir=${hydra.job.num}', or leave" in line
     assert "same is that of jobs 0 and 1" in error_of(command, *sweep, "hydra.sweep.subdir=same")
-    chosen = error_of(command, *sweeper, "optimizer.lr=interval(0.1,1)", "hydra.sweep.subdir=lr${optimizer.lr}")
-    assert "lr0.1 is that of jobs 0 and 1" in chosen
-    directions = error_of(
-        command, *sweeper, "optimizer.lr=interval(0.1,1)", "+hydra.sweeper.direction=[maximize,minimize]"
-    )
-    assert "a run returns one value, its last held-out reward. Set hydra.sweeper.direction=maximize." in directions
+    searched = (task(halve), *sweeper, "optimizer.lr=interval(0.1,1)")
+    assert "lr0.1 is that of jobs 0 and 1" in error_of(command, *searched, "hydra.sweep.subdir=lr${optimizer.lr}")
+    line = error_of(command, *searched, "+hydra.sweeper.direction=[maximize,minimize]")
+    assert "a run returns one value, its last held-out reward. Set hydra.sweeper.direction=maximize." in line
     assert command(RECORD, *sweep, "hydra.sweep.subdir=${hydra:runtime.choices.family}_${seed}").status == 0
     assert {file.name for file in (tmp_path / "sweep").glob("*_*")} == {"sol_rl_1", "sol_rl_2", "race_1", "race_2"}
 

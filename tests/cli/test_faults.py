@@ -343,7 +343,7 @@ def test_error_names_the_plugin_of_hydra_that_cannot_be_imported(
     assert line.endswith("plugin a_sweeper: ValueError: mutable default. Update it, or run pip uninstall a-sweeper.")
 
 
-def test_plugin_of_hydra_that_refuses_an_option_is_an_error_of_one_line(
+def test_option_that_a_plugin_of_hydra_does_not_take_is_an_error_of_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "hydra_plugins" / "b_sweeper"
