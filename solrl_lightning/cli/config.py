@@ -174,6 +174,9 @@ class ConfigTree:
         if not all(map(str.isascii, re.findall(r"""[{,]\s*["']?([^"':,{}]+)["']?\s*:""", value))):
             fix = "Write the mapping in a file of --config-dir."
             return f"Cannot read {argument!r}: keys of a mapping are words in ASCII here. {fix}"
+        for opening, closing in ("[]", "{}"):
+            if value.startswith(opening) and value.count(opening) != value.count(closing):
+                return f"Cannot read {argument!r}: each {opening} needs a {closing}, or the whole text quotes."
         is_list = value.startswith("[") and value.endswith("]")
         texts = [text.strip().strip("'\"") for text in (value.strip("[]").split(",") if is_list else [value])]
         quoted = ",".join('"{}"'.format(os.path.expanduser(text).replace('"', '\\"')) for text in texts)

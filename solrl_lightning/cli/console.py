@@ -41,6 +41,7 @@ _CURES: dict[type[Exception], str] = {
     RewardOutOfMemory: "Set a smaller model.rollout_batch, whose images are scored at once",
 }
 _NO_VARIABLE = re.compile("Environment variable '(.+?)' not found")  # of OmegaConf
+_NO_KEY = re.compile("Interpolation key '(.+?)' not found")  # of OmegaConf
 _NO_SPACE = re.compile(r"(\S+): failed to map segment from shared object(?!: Operation not permitted)")
 _LOST_RANK = re.compile(r"gloo.* by peer", re.DOTALL)  # closed or reset by peer
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -53,6 +54,9 @@ def first_lines(error: Exception) -> str:
     if match := _NO_VARIABLE.search(text):
         key = getattr(error, "full_key", None) or "an option"
         return f"{key} reads the environment variable {match[1]}, which is not set. Run export {match[1]}=<value>."
+    if match := _NO_KEY.search(text):
+        key = getattr(error, "full_key", None) or "an option"
+        return f"{key} has the value of {match[1]}, which is missing. Leave out what removes it, or give {key} a value."
     if text.startswith("Error merging override") and error.__cause__ is not None:
         text += f": {error.__cause__}"
     lines = [line.strip() for line in text.splitlines()]

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from solrl_lightning.cli.config import EXPERIMENT, without_hydra
+from solrl_lightning.errors import UserError
 from solrl_lightning.options.rules import UNCHECKED, Group, written
 from solrl_lightning.options.run import Run
 from solrl_lightning.targets import locate
@@ -25,6 +26,8 @@ def describe_experiments(texts: Mapping[str, str]) -> str:
 
 def manual(group: str, cfg: DictConfig) -> str:
     """Return the key and the value of each option of ``group`` in a composed configuration, with its description."""
+    if group not in Run.model_fields:
+        raise UserError(f"--help {group} is invalid: the group is your own, so its files alone say what it has.")
     with without_hydra(cfg, ".") as application:
         options = Run.of(application, UNCHECKED)
     return "\n".join(_described(group, getattr(options, group), ""))

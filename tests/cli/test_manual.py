@@ -82,3 +82,10 @@ def test_help_of_an_unknown_group_says_so(command: Command) -> None:
         "Cannot read 'fam': an option is written key=value. --help lists the common ones."
         in command("--help", "fam").err
     )
+
+
+def test_help_of_a_group_of_the_users_own_says_so(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "colours").mkdir(parents=True)
+    (tmp_path / "mine" / "colours" / "red.yaml").write_text("hue: 0")
+    result = command("--config-dir", "mine", "--help", "colours")
+    assert result.status == 2 and "--help colours is invalid: the group is your own" in result.err
