@@ -380,8 +380,8 @@ def _with_embeddings(model: Model) -> Mapping[str, Any]:
     """Return ``model.policy``; a custom class has a folder of embeddings for its file and its arguments."""
     node: dict[str, Any] = {**model.policy}
     if model.custom and node.get("embeddings"):
-        module = sys.modules[locate("model.policy", node).__module__]
-        code = Path(module.__file__).read_bytes() if module.__file__ else b""  # a notebook has none
+        file = Path(getattr(sys.modules[locate("model.policy", node).__module__], "__file__", None) or "")
+        code = file.read_bytes() if file.is_file() else b""  # a notebook has none, nor has an archive
         node["embeddings"] = str(Path(node["embeddings"]) / digest(model.custom, code.hex()))
     return node
 

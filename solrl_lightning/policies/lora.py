@@ -35,8 +35,8 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
     Raises:
         UserError: a target of ``config`` is no layer of the transformer, or its rank exceeds the width of one.
     """
-    grouped = {name for name, module in transformer.named_modules() if getattr(module, "groups", 1) > 1}
-    shapes = layer_shapes(transformer)
+    shapes, modules = layer_shapes(transformer), transformer.named_modules()
+    grouped = {name for name, module in modules if isinstance(module, nn.Conv2d) and module.groups > 1}
     widths = {name: min(shape[:2]) for name, shape in shapes.items() if name not in grouped}
     names = list(widths)
     targets = sorted(map(str, config.target_modules or ()))
