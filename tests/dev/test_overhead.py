@@ -34,7 +34,7 @@ def test_time_is_assigned_to_models_and_the_rest_is_overhead(
 
         return slow
 
-    monkeypatch.setattr(ShapesReward, "__call__", slower(ShapesReward.__call__, 0.08))
+    monkeypatch.setattr(ShapesReward, "unchecked", slower(ShapesReward.unchecked, 0.08))
     monkeypatch.setattr(Flux1, "noise", slower(Flux1.noise, 0.12))
     result = overhead(compose(*SMALL, f"model.pretrained={save_nano(tmp_path)}"), torch.device("cpu"))
     stages = result["stages"]
