@@ -55,6 +55,11 @@ class Reward(ABC):
         self.device = torch.device(device)
 
     @property
+    def named_in_errors(self) -> str:
+        """How the error of a score that is not finite names the reward."""
+        return self.name
+
+    @property
     def costs(self) -> Mapping[str, int]:
         """What all scores so far have cost, by kind; logged as ``reward/<name>_<kind>``, summed over ranks."""
         return {}
@@ -62,7 +67,7 @@ class Reward(ABC):
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[Metadata] | None = None) -> Tensor:
         """Return ``unchecked`` scores; raise ``NonFiniteError`` if one is NaN or infinite, too."""
         scores = self.unchecked(images, prompts, metadata)
-        check_scores(self.name, scores, prompts)
+        check_scores(self.named_in_errors, scores, prompts)
         return scores
 
     @torch.no_grad()

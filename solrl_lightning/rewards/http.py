@@ -11,7 +11,7 @@ from torch import Tensor
 
 from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
 from solrl_lightning.rewards.addresses import check_url
-from solrl_lightning.rewards.base import Metadata, Reward, check_scores
+from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.client import Client, noise, to_png, tried_out
 
 
@@ -67,9 +67,11 @@ class HTTPReward(Reward):
         with ThreadPool(self.concurrency) as threads:  # daemons, which Ctrl-C does not wait for
             parts = threads.imap(ask, range(0, len(prompts), self.batch))
             scores_by_image = [score for part in parts for score in part]
-        scores = torch.tensor(scores_by_image, dtype=torch.float32, device=images.device)
-        check_scores(f"{self.name} of {self.url}", scores, prompts)
-        return scores
+        return torch.tensor(scores_by_image, dtype=torch.float32, device=images.device)
+
+    @property
+    def named_in_errors(self) -> str:
+        return f"{self.name} of {self.url}"
 
     def _ask(
         self, levels: Iterable[Tensor], prompts: list[str], metadata: Sequence[Metadata], retries: bool | None = None

@@ -27,7 +27,7 @@ from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
 from solrl_lightning.rewards.addresses import check_url
 from solrl_lightning.rewards.answers import LEAST, Answers, check_answered, normal
-from solrl_lightning.rewards.base import Metadata, Reward, check_scores
+from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.client import Client, noise, to_png, tried_out
 
 _ALTERNATIVES = 20  # likeliest first words in an answer; the most that the API gives
@@ -113,9 +113,10 @@ class VLMReward(Reward):
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         """Return the expected values, float32 [B], of the answers about the images rounded to 8 bits.
 
+        NaN where none of the answers is in the answer about an image, or a content filter withholds it.
+
         Raises:
             ServerError: a request still fails after the retries, or has an invalid answer.
-            NonFiniteError: none of the answers is in the answer about an image, or a content filter withholds it.
         """
         levels = (images.float() * 255).round().byte().permute(0, 2, 3, 1).cpu()
         questions = [
@@ -129,10 +130,12 @@ class VLMReward(Reward):
                 self._scored[key] = answer.score
                 self._costs["requests"] += 1
                 self._costs["tokens"] += answer.tokens
-        scores = torch.tensor([self._scored[key] for key in keys], dtype=torch.float32, device=images.device)
+        return torch.tensor([self._scored[key] for key in keys], dtype=torch.float32, device=images.device)
+
+    @property
+    def named_in_errors(self) -> str:
         filtered = ", some withheld by a content filter" if self._withholds else ""
-        check_scores(f"{self.name} of {self.model} (answers: {', '.join(self.answers)}{filtered})", scores, prompts)
-        return scores
+        return f"{self.name} of {self.model} (answers: {', '.join(self.answers)}{filtered})"
 
     def _ask(self, question: "_Question", retries: bool | None = None) -> "_Answer":
         """Return the score of the last of a question's images; ``retries=False`` sends the request once."""

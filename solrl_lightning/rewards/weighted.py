@@ -138,7 +138,7 @@ class WeightedRewards:
 
     def _check(self, scores: Tensor, prompts: list[Prompt]) -> None:
         for reward, column in zip(self.rewards.values(), scores.unbind(-1), strict=True):
-            check_scores(reward.name, column, [prompt.text for prompt in prompts])
+            check_scores(reward.named_in_errors, column, [prompt.text for prompt in prompts])
 
     @property
     def part_names(self) -> list[str]:

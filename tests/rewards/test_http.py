@@ -22,11 +22,13 @@ from reward_servers import free_port, in_thread, started
 from torch import Tensor
 from urllib3 import HTTPResponse
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, ServerError, UserError
 from solrl_lightning.machine import interrupts
 from solrl_lightning.rewards import client
 from solrl_lightning.rewards.addresses import TOKEN
 from solrl_lightning.rewards.http import HTTPReward
+from solrl_lightning.rewards.weighted import WeightedRewards
 
 PROMPTS = ["a cat", "zwölf Käuze", 'a "dog"', "a fish", "a cat"]
 METADATA = [{"count": 1}, {}, {"include": [{"class": "dog"}]}, {"tag": "x"}, {"count": 1}]
@@ -246,6 +248,14 @@ def test_error_about_a_score_that_is_not_finite_names_the_server_and_the_sample(
     with pytest.raises(NonFiniteError, match=f"http of {server.url} is (nan|inf) .*'zwölf Käuze'") as error:
         server.reward(batch=1, concurrency=1)(IMAGES, PROMPTS)
     assert error.value.row == 1
+
+
+def test_a_null_leads_to_no_more_requests(server: type[Server]) -> None:
+    server.will_reply(reply([1]), reply('{"scores": [null]}'), reply([1]))
+    rewards = WeightedRewards({"http": server.reward(batch=1, concurrency=1)}, {"http": 1.0})
+    scores, error = rewards.of_each(IMAGES[:3], [Prompt(prompt) for prompt in PROMPTS[:3]])
+    assert len(server.headers_seen) == 3 and error is not None and error.row == 1
+    assert scores.nan_to_num(-1).tolist() == [[1], [-1], [1]]
 
 
 def test_token_is_sent_and_in_no_message(
