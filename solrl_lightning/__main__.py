@@ -405,16 +405,16 @@ def _check_subdirs(composed: list[DictConfig]) -> None:
     chooses = composed[0].hydra.runtime.choices["hydra/sweeper"] != "basic"
     jobs: dict[str, int] = {}
     for number, cfg in enumerate([*composed, *composed] if chooses else composed):
-        pattern: Any = OmegaConf.to_container(cfg.hydra.sweep, resolve=False)
         with read_write(cfg.hydra), resolvable(cfg):
             cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)
             subdir = os.path.normpath(str(cfg.hydra.sweep.subdir))
         first = jobs.setdefault(subdir, number)
         if first != number:
+            pattern: Any = OmegaConf.to_container(cfg.hydra.sweep, resolve=False)
             raise UserError(
                 f"hydra.sweep.subdir={pattern['subdir']} is invalid: every run of a sweep needs its own folder, and "
-                f"{subdir} is that of jobs {first} and {number}. Use 'hydra.sweep.subdir=${{hydra.job.num}}', or leave "
-                "it out."
+                f"jobs {first} and {number} have the folder {subdir}. Use 'hydra.sweep.subdir=${{hydra.job.num}}', or "
+                "leave it out."
             )
 
 

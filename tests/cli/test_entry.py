@@ -201,10 +201,11 @@ def test_jobs_of_a_sweep_with_one_folder_are_an_error(command: Command, tmp_path
     """The second would continue the first, as a job that is started again does."""
     sweep = ["-m", "family=sol_rl,race", "seed=1,2", "hydra.sweep.dir=sweep"]
     line = error_of(command, *sweep, "hydra.sweep.subdir=at/../seed${seed}")
-    assert "own folder, and seed1 is that of jobs 0 and 2. Use 'hydra.sweep.subdir=${hydra.job.num}', or leave" in line
-    assert "same is that of jobs 0 and 1" in error_of(command, *sweep, "hydra.sweep.subdir=same")
+    fix = "Use 'hydra.sweep.subdir=${hydra.job.num}', or leave it out."
+    assert f"own folder, and jobs 0 and 2 have the folder seed1. {fix}" in line
+    assert "jobs 0 and 1 have the folder same." in error_of(command, *sweep, "hydra.sweep.subdir=same")
     searched = (task(halve), *sweeper, "optimizer.lr=interval(0.1,1)")
-    assert "lr0.1 is that of jobs 0 and 1" in error_of(command, *searched, "hydra.sweep.subdir=lr${optimizer.lr}")
+    assert "jobs 0 and 1 have the folder lr0.1." in error_of(command, *searched, "hydra.sweep.subdir=lr${optimizer.lr}")
     line = error_of(command, *searched, "+hydra.sweeper.direction=[maximize,minimize]")
     assert "a run returns one value, its last held-out reward. Set hydra.sweeper.direction=maximize." in line
     assert command(RECORD, *sweep, "hydra.sweep.subdir=${hydra:runtime.choices.family}_${seed}").status == 0

@@ -329,31 +329,39 @@ def test_rank_that_loses_another_says_so_in_a_line(tmp_path: Path, capsys: pytes
     assert the_line(capsys.readouterr().err).startswith("error: another rank of this run has ended.")
 
 
-def test_error_names_the_plugin_of_hydra_that_cannot_be_imported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("code", "reason", "line"),
+    [
+        (
+            "raise ValueError('mutable default')",
+            "mutable default",
+            "plugin a_sweeper: ValueError: mutable default. Update it, or run pip uninstall a-sweeper.",
+        ),
+        (
+            "import random\n\ndef sweep():\n    random.sample([1], 2)\n",
+            "larger than population",
+            "Hydra cannot use this command line: ValueError: Sample larger than population or is negative. Correct the "
+            "value or the hydra.* option that causes it.",
+        ),
+    ],
+    ids=["that cannot be imported", "that does not take an option"],
+)
+def test_error_of_a_plugin_of_hydra_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    code: str,
+    reason: str,
+    line: str,
 ) -> None:
     folder = tmp_path / "hydra_plugins" / "a_sweeper"
     folder.mkdir(parents=True)
-    (folder / "config.py").write_text("raise ValueError('mutable default')")
+    (folder / "config.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="mutable") as caught:
-        importlib.import_module("hydra_plugins.a_sweeper.config")
+    with pytest.raises(ValueError, match=reason) as caught:
+        importlib.import_module("hydra_plugins.a_sweeper.config").sweep()
     assert isinstance(report_error(caught.value, in_job=False), UserError)
-    line = the_line(capsys.readouterr().err)
-    assert line.endswith("plugin a_sweeper: ValueError: mutable default. Update it, or run pip uninstall a-sweeper.")
-
-
-def test_option_that_a_plugin_of_hydra_does_not_take_is_an_error_of_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = tmp_path / "hydra_plugins" / "b_sweeper"
-    folder.mkdir(parents=True)
-    (folder / "core.py").write_text("import random\n\ndef sweep():\n    random.sample([1], 2)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="larger than population") as caught:
-        importlib.import_module("hydra_plugins.b_sweeper.core").sweep()
-    assert isinstance(report_error(caught.value, in_job=False), UserError)
-    assert "cannot use this command line: ValueError: Sample larger" in the_line(capsys.readouterr().err)
+    assert the_line(capsys.readouterr().err).endswith(line)
 
 
 @pytest.mark.parametrize(
