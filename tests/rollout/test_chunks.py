@@ -401,9 +401,10 @@ def test_batch_of_sharded_weights_is_neither_repeated_nor_halved(folder: str) ->
     assert len(model.seeds) == 1 and batch_size.size == 8
 
 
-def test_scoring_thread_uses_the_device_and_the_one_stream_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread starts on GPU 0. Streams and devices are recorded, because there is no GPU."""
-    device, settings, streams = torch.device("cuda", 62), [], []  # of no other test: streams are kept for the process
+def test_all_stages_score_in_one_thread_and_stream_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a new thread cuDNN times convolutions again. Streams and devices are recorded, because there is no GPU."""
+    device, settings, streams = torch.device("cuda", 62), [], []  # of no other test: both are kept for the process
+    threads = set()
 
     def stream(device: torch.device) -> MagicMock:
         streams.append(device)
@@ -417,8 +418,9 @@ def test_scoring_thread_uses_the_device_and_the_one_stream_of_the_policy(monkeyp
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     for _ in range(2):
         with background_worker(device) as submit:
-            thread = submit(lambda: threading.current_thread().name).result()
-    assert settings == [(thread, device)] * 2 and thread != threading.current_thread().name
+            threads.add(submit(threading.current_thread).result())
+    (thread,) = threads
+    assert settings == [(thread.name, device)] and thread is not threading.current_thread()
     assert streams == [device]
 
 
@@ -454,4 +456,7 @@ def test_work_that_waits_behind_an_error_is_not_done() -> None:
         futures = [submit(fail), *(submit(partial(work, number)) for number in range(3))]
         first.set()
         futures[0].result()
-    assert len(done) < 3 and futures[-1].cancelled()
+    count = len(done)
+    assert count < 3 and futures[-1].cancelled() and all(future.done() for future in futures)
+    with background_worker(torch.device("cpu")) as submit:  # the next stage
+        assert submit(partial(len, done)).result() == count
