@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from shutil import get_terminal_size
-from statistics import fmean, median
+from statistics import fmean, median_low
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -34,12 +34,13 @@ def seconds_left(
     """Return the seconds until the run ends; None before the first iteration ends, or if the last one exceeds them.
 
     ``iterations`` are left, with the current one, which began ``elapsed`` seconds ago and whose stage takes about
-    ``stage`` more. The median of ``plain``, the seconds of finished iterations, ignores one that compiles; the mean of
-    ``extra``, the seconds of their evaluation, probe and grid, spreads evaluations, which run every few iterations.
+    ``stage`` more. The low median of ``plain``, the seconds of finished iterations, ignores a first one that compiles,
+    from the second on; the mean of ``extra``, the seconds of their evaluation, probe and grid, spreads evaluations,
+    which run every few iterations.
     """
     if not plain:
         return None
-    each = median(plain) + fmean(extra)
+    each = median_low(plain) + fmean(extra)
     left = max(iterations * each - elapsed, (iterations - 1) * each + stage)
     return left if left > 0 else None
 
@@ -47,9 +48,9 @@ def seconds_left(
 class StageProgressBar(ProgressBar):
     """Shows one bar for the run on rank 0; without a wide terminal, prints a line every few iterations.
 
-    An iteration with an evaluation always has a line. A line has the seconds of the iteration (``time/iteration`` and
-    the checkpoint saved before it), then the seconds of evaluation, probe and grid together. Must follow the callback
-    that draws grids.
+    The first iteration, the last, and those with an evaluation always have a line. A line has the seconds of the
+    iteration (``time/iteration`` and the checkpoint saved before it), then the seconds of evaluation, probe and grid
+    together. Must follow the callback that draws grids.
     """
 
     def __init__(self) -> None:
@@ -122,8 +123,8 @@ class StageProgressBar(ProgressBar):
         file_logger.info(line)
         self._bar.update()
         self._draw()
-        is_last = done == trainer.max_epochs or trainer.should_stop
-        is_due = self._bar.disable and (is_last or done % max(math.ceil(expected / _LINES), 1) == 0)
+        is_first, is_last = len(self._plain) == 1, done == trainer.max_epochs or trainer.should_stop
+        is_due = self._bar.disable and (is_first or is_last or done % max(math.ceil(expected / _LINES), 1) == 0)
         if is_due or held_out:
             self.print(line)
 

@@ -242,7 +242,10 @@ def judge_seconds(model: str, family: str, hardware: Hardware, units: dict[str, 
 
 def _compiled_once(runner: Runner) -> Row:
     """Return the row on the code that the last command has compiled after its first iteration."""
-    again = runner.log.read_text(errors="replace").rpartition("iteration 1/")[2].count("Recompiling function")
+    _, first, later = runner.log.read_text(errors="replace").rpartition("\niteration 1/")
+    if not first:
+        raise Failed("it has printed no line of its first iteration")
+    again = later.count("Recompiling function")
     way_out = "family.compile=false compile_training=false, and a report of this with log.txt"
     text = f"{again} recompilations after the first iteration"
     expected = "0: all later iterations have the shapes of the first"

@@ -30,6 +30,7 @@ def test_seconds_left_are_iterations_times_median_plus_mean_evaluation():
     seconds, extra = [60.0, 10.0, 10.0, 10.0], [0.0, 0.0, 0.0, 16.0]
     assert seconds_left(5, seconds, extra) == 5 * (10 + 4)
     assert seconds_left(5, seconds, extra, elapsed=6.0) == 5 * (10 + 4) - 6
+    assert seconds_left(7, seconds[:2], extra[:2]) == 7 * 10
     assert seconds_left(5, [], []) is None
 
 
@@ -54,10 +55,10 @@ def test_without_a_terminal_every_iteration_prints_a_line_with_its_results(fit, 
     assert re.fullmatch(rf"iteration 3/3 \| {reward} \| spearman 1\.000 \| {seconds} \+ {seconds} probe", last)
 
 
-def test_long_run_prints_at_most_fifty_lines_and_always_the_last(fit, capsys):
+def test_long_run_prints_about_fifty_lines_and_always_the_first_and_the_last(fit, capsys):
     fit(StageProgressBar(), iterations=101, enable_progress_bar=True)
     printed = [line.partition(" |")[0] for line in lines(capsys)]
-    assert printed == [f"iteration {i}/101" for i in (*range(3, 100, 3), 101)]
+    assert printed == [f"iteration {i}/101" for i in (1, *range(3, 100, 3), 101)]
 
 
 @pytest.mark.parametrize("output", [io.StringIO, Terminal])

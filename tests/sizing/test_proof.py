@@ -62,7 +62,7 @@ class Files(Runner):
             writer = csv.DictWriter(file, [*LAPS[1]])
             writer.writeheader()
             writer.writerows([*LAPS, {}])
-        self.log.write_text("iteration 1/2 | reward 0.4\n" + self.facts.get("log", ""))
+        self.log.write_text("before training\niteration 1/2 | reward 0.4\n" + self.facts.get("log", ""))
         yield
 
 
@@ -106,6 +106,19 @@ def test_what_is_outside_its_range_has_the_next_command(
     (step,) = (step for step in steps_of(H100) if step.name == name)
     rows = list(step.run(Files(tmp_path, compose, arguments, **facts)))
     assert any(row.status == status and text in row.result and row.way_out and row.expected for row in rows), rows
+
+
+def test_run_without_a_line_of_its_first_iteration_is_no_proof_of_its_compilation(
+    compose: Compose, tmp_path: Path
+) -> None:
+    class Silent(Files):
+        def watch(self, *arguments: str, **how: Any) -> Iterator[None]:
+            yield from super().watch(*arguments, **how)
+            self.log.write_text("iteration 2/60 | reward 0.4\n")
+
+    (step,) = (step for step in steps_of(H100) if step.name == "sol_rl")
+    with pytest.raises(Failed, match="no line of its first iteration"):
+        list(step.run(Silent(tmp_path, compose)))
 
 
 def test_family_without_room_is_left_out(compose: Compose, tmp_path: Path) -> None:
