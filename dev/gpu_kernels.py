@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from solrl_lightning.build import build_transformers, prepare_device
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.data.prompt import Prompt
+from solrl_lightning.machine.attention import without_gradients
 from solrl_lightning.names import MERGED, SHADOW
 from solrl_lightning.options.run import Run
 from solrl_lightning.quantization import resolve
@@ -79,7 +80,7 @@ def profile_blocks(model_name: str, images: int) -> None:
 
     @torch.no_grad()
     def velocity(name: str) -> None:
-        with as_it_is(transformers.replicas[name])() as transformer:
+        with without_gradients(GPU), as_it_is(transformers.replicas[name])() as transformer:
             model.guided_velocity(transformer, *inputs, conditioning)
 
     for name in (MERGED, SHADOW):

@@ -41,6 +41,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rollout.scoring_worker import background_worker
 from solrl_lightning.run_prompts import prompt_sets
+from solrl_lightning.tasks import doctor
 from solrl_lightning.tasks.train import train
 
 Compose = Callable[..., Run]
@@ -300,11 +301,13 @@ def test_a_process_takes_its_gpu_and_kernels_before_anything_is_made_on_it(
         raise KeyboardInterrupt
 
     cfg = compose()
-    for name, make in (
-        ("build_rewards", partial(build_tried_rewards, cfg.reward, cfg.model, prompt_sets(cfg))),
-        ("build_policy", partial(build_model, cfg)),
+    monkeypatch.setattr(doctor, "device_of", lambda trainer: device)
+    for module, name, make in (
+        (build, "build_rewards", partial(build_tried_rewards, cfg.reward, cfg.model, prompt_sets(cfg))),
+        (build, "build_policy", partial(build_model, cfg)),
+        (doctor, "resolve_from", lambda device: next(doctor.check_run(cfg))),
     ):
-        monkeypatch.setattr(build, name, made)
+        monkeypatch.setattr(module, name, made)
         with pytest.raises(KeyboardInterrupt):
             make(device)
         assert calls == [device, *kernels, "high", "made"]

@@ -6,7 +6,8 @@
 | of training | that | flash; with a mask, the efficient one |
 
 No gradient comes from cuDNN: its backward pass fails on 10.x, and returns NaN for layouts and masks that differ between
-its versions (diffusers issue 9768, PyTorch issue 196678). The row `attention` of task=doctor compares the kernels.
+its versions (diffusers issue 9768, PyTorch issue 196678, dev/measurements/h100.md). The row `attention` of task=doctor
+compares the kernels.
 """
 
 import logging

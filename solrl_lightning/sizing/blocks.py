@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from solrl_lightning.artifacts.tables import Row, judged
 from solrl_lightning.build import build_transformers
 from solrl_lightning.data.prompt import Prompt
+from solrl_lightning.machine.attention import without_gradients
 from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.architectures import Architecture
@@ -119,11 +120,15 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
         with transformer_of() as transformer:
             return model.guided_velocity(transformer, x, sigma, conditioning)
 
+    def sampled(transformer_of: VelocityModel) -> Tensor:
+        with without_gradients(device):
+            return velocity(transformer_of, *rollout)
+
     rollout, training = inputs(cfg.model.rollout_batch), inputs(cfg.model.micro_batch)
     replicas = {name: as_it_is(module) for name, module in transformers.replicas.items()}
-    calls = {name: partial(velocity, replica, *rollout) for name, replica in replicas.items()}
+    calls = {name: partial(sampled, replica) for name, replica in replicas.items()}
     if POLICY in cfg.samplers:
-        velocity(transformers.trained.old, *rollout)
+        sampled(transformers.trained.old)
     for velocity_model in transformers.velocity_models.values():
         velocity(velocity_model, *training)
     if trains:

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_model, device_of, with_option
+from solrl_lightning.machine.attention import without_gradients
 from solrl_lightning.names import SHADOW, Decoder
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
@@ -112,7 +113,8 @@ def forward_times(cfg: Run, device: torch.device) -> dict[str, Any]:
         name: partial(module.model.velocity, transformer, x, sigma, conditioning)
         for name, transformer in variants.items()
     }
-    seconds = alternate(calls, device, _WARM_UP + _FORWARDS)
+    with without_gradients(device):
+        seconds = alternate(calls, device, _WARM_UP + _FORWARDS)
     medians = {name: median(values[_WARM_UP:]) for name, values in seconds.items()}
     against = "bf16 compiled" if "bf16 compiled" in medians else "bf16 eager"
     tflops = {name: flops / value / 1e12 for name, value in medians.items()}

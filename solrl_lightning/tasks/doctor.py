@@ -13,7 +13,7 @@ import torch
 
 import solrl_lightning
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, check_right, format_row, write_json
-from solrl_lightning.build import device_of
+from solrl_lightning.build import device_of, prepare_device
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.memory import peak_memory, total_memory
@@ -84,6 +84,7 @@ def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:
 def check_run(cfg: Run) -> Iterator[Row]:
     """Yield the rows about the run: precision, layers, compilation, memory, reward, iterations."""
     device = device_of(cfg.trainer)
+    prepare_device(device)  # the rows are about the kernels of a run
     on_gpu = device.type == "cuda"
     backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
     compiled, _ = should_compile("family.compile", "rollouts", cfg.family.compile, device)
