@@ -183,6 +183,8 @@ def explain(error: ErrorDetails) -> UserError:
 
 def written(value: Any) -> str:
     """Return ``value`` as on a command line."""
+    if isinstance(value, Group):
+        return written(value.model_dump(exclude_unset=True))
     if isinstance(value, list):
         return f"[{', '.join(map(written, value))}]"
     if isinstance(value, dict):

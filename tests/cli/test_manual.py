@@ -47,6 +47,7 @@ def test_help_of_an_option_needs_no_others(command: Command) -> None:
     assert "task.prompts=[]\n    Texts; quote one" in command("--help", "task", "task=generate").out
     out = command("--help", "trainer", "trainer=fsdp").out
     assert "\ntrainer.devices=" in out and "\n+trainer.profiler=null\n" in out, "a plus as the command line needs it"
+    assert "task.proxies=[{sampler:shadow, steps:4}, {sampler:" in command("--help", "task", "task=audit").out
 
 
 def test_help_describes_callbacks_and_a_reward_of_the_users_own(
