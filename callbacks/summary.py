@@ -191,6 +191,7 @@ class RunSummary(Callback):
                 name: {"first": first, "last": self._last.get(name)} for name, first in self._first.items()
             },
             "alarms": [alarm._asdict() for alarm in guard.alarms] if guard else [],
+            "guarded": guard is not None,
             "precision_backend": str(module.transformers.precision_backend),
             "peak_memory_bytes": allocated,
             "peak_memory_reserved_bytes": reserved,
@@ -275,7 +276,7 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         when = f"after iteration {alarm['iteration']}, since iteration {alarm['since']}"
         rows.append(("alarm", f"{when}: {alarm['saw']}"))
     if not facts["alarms"]:
-        rows.append(("alarms", "none"))
+        rows.append(("alarms", "none" if facts["guarded"] else "nothing watched: callbacks.guard is off"))
     medians = {name: seconds["median"] for name, seconds in shown_stages(facts).items()}
     if (each := medians.pop("iteration", None)) is not None:
         stages = ", ".join(f"{name} {median:.2f}" for name, median in medians.items() if median is not None)

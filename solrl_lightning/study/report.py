@@ -164,7 +164,7 @@ def lead(facts: Mapping[str, Any]) -> str:
     what = "changed from {} to {}".format(*numbers([base, final])) + f" ({change(base, final, error)})"
     if first := first_iteration(facts):
         what += f" after iteration {first}, where these evaluations begin"
-    alarms = "" if facts["alarms"] else " No alarm was raised."
+    alarms = " No alarm was raised." if facts["guarded"] and not facts["alarms"] else ""
     selection = selection_text(facts)
     paid = f" {selection[0].upper()}{selection[1:]}." if selection else ""
     return f"{done} The {facts['reward']} reward on held-out prompts {what}.{alarms}{paid}"

@@ -218,6 +218,8 @@ def test_table_of_a_gpu_run_has_the_reserved_memory_and_one_iteration_is_not_plu
     run(1)
     printed = capsys.readouterr().out
     assert "completed after 1 iteration in" in printed and "evaluated after 1 iteration\n" in printed
+    assert re.search(r"alarms +nothing watched: callbacks.guard is off\n", printed)
+    assert re.search(r"alarms +none\n", format_summary(read(tmp_path) | {"guarded": True}))
     assert "1 iteration in" in (tmp_path / "report.html").read_text()
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 3 * 2**30)
     monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: 5 * 2**30)

@@ -35,6 +35,7 @@ MEMORY = dict(precision_backend="nvfp4 (emulated)", peak_memory_bytes=2**30, pea
 FACTS: dict[str, Any] = {
     **(RUN | CHANGE | BEST | MEMORY),
     "alarms": [ALARM],
+    "guarded": True,
     "selection": {"gain": 1.38, "cost": 2.19, "probes": 4},
     "other_rewards": {"watched": {"weight": 0.0, "base": 0.75, "final": 0.7}},
     "seconds_per_stage": {
@@ -191,6 +192,11 @@ def test_a_run_without_results_has_a_page(tmp_path: Path) -> None:
     text = page(tmp_path, nothing, [])
     assert "interrupted" in text and "was not evaluated" in text
     assert "Alarms" not in text and "Pictures" not in text
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_run_without_alarms_says_so_where_something_has_watched(run: Path, guarded: bool) -> None:
+    assert ("No alarm was raised." in page(run, {"alarms": [], "guarded": guarded})) == guarded
 
 
 def test_values_that_are_not_finite_are_left_out_of_a_curve() -> None:
