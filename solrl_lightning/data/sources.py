@@ -219,7 +219,8 @@ def _read_text(path: Path, suffix: str, column: str = _PROMPT) -> list[Prompt]:
 
 def _read_lines(path: Path) -> list[str]:
     # str.splitlines would also split at form feeds and other separators that are not line ends.
-    return re.split(_LINE_END, _read_utf8(path))
+    lines = re.split(_LINE_END, _read_utf8(path))
+    return [line.removeprefix("\ufeff") for line in lines]  # the byte order mark of a file that `cat` has appended
 
 
 def _read_utf8(path: Path) -> str:

@@ -24,8 +24,8 @@ def test_text_file_has_one_prompt_a_line_and_blank_lines_are_dropped(path: Path)
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
-def test_line_ends_of_any_system_and_a_byte_order_mark_are_removed(path: Path, newline: str) -> None:
-    path.write_bytes(b"\xef\xbb\xbf" + newline.join(["one", "two\u2028still two", ""]).encode())
+def test_line_ends_of_any_system_and_byte_order_marks_are_removed(path: Path, newline: str) -> None:
+    path.write_bytes(newline.join(["\ufeffone", "\ufefftwo\u2028still two", ""]).encode())  # cat a.txt b.txt
     assert identities(read_prompts(path)) == ["one", "two\u2028still two"]
 
 
