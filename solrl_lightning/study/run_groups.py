@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -201,7 +200,7 @@ def group_curves(runs: Sequence[Run]) -> dict[str, GroupCurve]:
         known = [(run.seed, learning_curve(run), spent) for run in runs if (spent := costs(run, cost))]
         common = sorted(set.intersection(*(set(spent) for _, _, spent in known))) if known else []
         if common:
-            means = [fmean(spent[iteration] for _, _, spent in known) for iteration in common]
+            spendings = [{seed: spent[iteration] for seed, _, spent in known} for iteration in common]
             rewards = [{seed: curve[iteration] for seed, curve, _ in known} for iteration in common]
-            curves[cost] = GroupCurve(means, rewards)
+            curves[cost] = GroupCurve(spendings, rewards)
     return curves

@@ -34,8 +34,17 @@ def plateau(costs: Sequence[float], rewards: Sequence[float]) -> Plateau:
 class GroupCurve(NamedTuple):
     """Learning curve of runs that differ in their seed only, at the E evaluations that all of them have."""
 
-    cost: list[float]  # [E], mean over the runs
+    costs: list[dict[Any, float]]  # [E], seed -> cost
     rewards: list[dict[Any, float]]  # [E], seed -> held-out reward
+
+    @property
+    def cost(self) -> list[float]:
+        """Mean costs over the runs [E]."""
+        return self.cost_of([*self.costs[0]])
+
+    def cost_of(self, seeds: Sequence[Any]) -> list[float]:
+        """Return the mean costs over the runs of ``seeds`` [E]."""
+        return [fmean(costs[seed] for seed in seeds) for costs in self.costs]
 
 
 class Reached(NamedTuple):
@@ -51,11 +60,11 @@ class Reached(NamedTuple):
 def cost_to_reach(curve: GroupCurve, targets: Mapping[Any, float]) -> Reached:
     """Return the cost at which a group's mean reward first reaches the mean of ``targets`` (seed -> reward).
 
-    Both means are over their common seeds, as rewards differ by seed, or over all of them if none is common. The
+    Means of rewards and costs are over the common seeds, as rewards differ by seed, or over all if none is common. The
     interval contains the costs at which the group is not distinguishable from the target: it begins where the upper
     limit of the 95 % interval of reward minus target first reaches 0, and ends where the lower limit does (Student's t,
     at each evaluation; seed by seed for common seeds, which share prompts, initial adapters and noise).
-    Costs are means over the seeds; their deviations are not part of the interval.
+    The deviations of the costs are not part of the interval.
     """
     common = [seed for seed in curve.rewards[0] if seed in targets]
     gaps = [
@@ -64,12 +73,13 @@ def cost_to_reach(curve: GroupCurve, targets: Mapping[Any, float]) -> Reached:
         else difference_of_means(list(rewards.values()), list(targets.values()))
         for rewards in curve.rewards
     ]
-    reached, spent = first_reached(curve.cost, [gap.mean for gap in gaps]), curve.cost[-1]
+    costs = curve.cost_of(common) if common else curve.cost
+    reached, spent = first_reached(costs, [gap.mean for gap in gaps]), costs[-1]
     upper = [gap.high for gap in gaps if gap.high is not None]
     lower = [gap.low for gap in gaps if gap.low is not None]
     if not upper:
         return Reached(reached, None, None, spent, None)
-    limits = first_reached(curve.cost, upper), first_reached(curve.cost, lower)
+    limits = first_reached(costs, upper), first_reached(costs, lower)
     return Reached(reached, *limits, spent, PAIRED if common else INDEPENDENT)
 
 

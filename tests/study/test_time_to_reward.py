@@ -1,5 +1,8 @@
 """Costs at which learning curves reach a reward."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -39,8 +42,12 @@ COSTS = [0.0, 10.0, 20.0, 40.0]
 FINALS = {1: 0.51, 2: 0.53, 3: 0.52}
 
 
+def equal(costs: list[float], seeds: Iterable[int]) -> list[dict[Any, float]]:
+    return [dict.fromkeys(seeds, cost) for cost in costs]
+
+
 def curve_of(*seeds: int) -> GroupCurve:
-    return GroupCurve(COSTS, [dict(zip(seeds, row, strict=True)) for row in REWARDS])
+    return GroupCurve(equal(COSTS, seeds), [dict(zip(seeds, row, strict=True)) for row in REWARDS])
 
 
 def test_the_interval_is_where_the_paired_difference_is_not_significant() -> None:
@@ -61,24 +68,26 @@ def test_other_seeds_than_the_reference_are_not_paired() -> None:
     assert reached.interval == INDEPENDENT
 
 
-def test_rewards_are_compared_on_the_common_seeds_only() -> None:
-    of_common = GroupCurve(COSTS, [dict(zip((1, 2), row[:2], strict=True)) for row in REWARDS])
+def test_rewards_and_costs_are_compared_on_the_common_seeds_only() -> None:
+    of_common = GroupCurve(equal(COSTS, (1, 2)), [dict(zip((1, 2), row[:2], strict=True)) for row in REWARDS])
     expected = cost_to_reach(of_common, {1: 0.51, 2: 0.53})
     assert expected.interval == PAIRED and expected.mean is not None
-    assert (
-        cost_to_reach(of_common, FINALS | {3: 0.9}) == cost_to_reach(curve_of(1, 2, 4), FINALS | {3: 0.9}) == expected
-    )
+    others = curve_of(1, 2, 4)
+    slower = others._replace(costs=[costs | {4: 9 * costs[4]} for costs in others.costs])
+    for curve in (of_common, others, slower):
+        assert cost_to_reach(curve, FINALS | {3: 0.9}) == expected
+    assert slower.cost == pytest.approx([11 / 3 * cost for cost in COSTS])
 
 
 def test_one_seed_has_no_interval() -> None:
-    curve = GroupCurve([0.0, 10.0], [{1: 0.4}, {1: 0.6}])
+    curve = GroupCurve([{1: 0.0}, {1: 10.0}], [{1: 0.4}, {1: 0.6}])
     assert cost_to_reach(curve, {1: 0.5}) == (pytest.approx(5), None, None, 10, None)
     assert cost_to_reach(curve, FINALS) == (pytest.approx(5.5), None, None, 10, None)
 
 
 def test_a_group_reaches_its_own_final_reward_at_its_end() -> None:
     rewards = [{1: 0.41, 2: 0.47}, {1: 0.5, 2: 0.52}, {1: 0.57, 2: 0.55}]
-    reached = cost_to_reach(GroupCurve([0.0, 5.0, 9.0], rewards), rewards[-1])
+    reached = cost_to_reach(GroupCurve(equal([0.0, 5.0, 9.0], (1, 2)), rewards), rewards[-1])
     assert (reached.mean, reached.high) == (9, 9)
 
 
