@@ -286,6 +286,10 @@ class ConfigTree:
             if _OF_THE_PROGRAM.fullmatch(override.key_or_group) and not override.is_add():
                 fix = "Leave it out; hydra.run.dir=<folder> is the folder of a run"
                 raise UserError(f"{override.input_line} is invalid: the program sets that key. {fix}.")
+            if override.key_or_group.startswith("hydra.sweeper.params"):
+                rule = "Hydra reads what a sweep varies from options and files"
+                fix = "Write it as an option, as in -m seed=1,2, or put it into an experiment's file"
+                raise UserError(f"{override.input_line} is invalid: {rule}. {fix}.")
             options = override.value() if self.options(override.key_or_group) else None
             if isinstance(options, list) and any(options.count(option) > 1 for option in options):
                 raise UserError(f"{override.input_line} is invalid: it names an option twice. Name each once.")

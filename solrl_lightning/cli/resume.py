@@ -24,7 +24,16 @@ from solrl_lightning.artifacts.finished_runs import FINISHED, read_summary
 from solrl_lightning.artifacts.formatting import counted, path_option, quoted, shell_quoted
 from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free, run_of, started_runs
-from solrl_lightning.cli.config import ConfigTree, adds, as_written, finding, own_sources, resolvable, searched
+from solrl_lightning.cli.config import (
+    EXPERIMENT,
+    ConfigTree,
+    adds,
+    as_written,
+    finding,
+    own_sources,
+    resolvable,
+    searched,
+)
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import LORA_FILES, SHARDED
 from solrl_lightning.rewards.addresses import HTTP, VLM
@@ -68,9 +77,12 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     checkpoints = [override for override in overrides if override.key_or_group == "ckpt"]
     if not checkpoints or checkpoints[-1].value() in (None, "null"):
         return Resumed(list(arguments))
-    value = str(checkpoints[-1].value())
+    value, multirun = str(checkpoints[-1].value()), multirun or _sweeps(tree, overrides)
     if checkpoints[-1].is_sweep_override() or (value in ("last", "auto") and multirun):
-        rule = "it takes one checkpoint, and ckpt=last and ckpt=auto continue one run, so that they do not go with -m"
+        rule = (
+            "it takes one checkpoint, and ckpt=last and ckpt=auto continue one run, so that they do not go with -m, or "
+            "an experiment that sweeps"
+        )
         raise UserError(f"{checkpoints[-1].input_line} is invalid: {rule}. Name one file with ckpt=<file>.")
     training = all(override.value() == "train" for override in overrides if override.key_or_group == "task")
     folder = next((Path(str(o.value())) for o in reversed(overrides) if o.key_or_group == "hydra.run.dir"), None)
@@ -111,6 +123,8 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     valid = _still_valid(tree, recorded, new)
     lines = [str(o.input_line) for o in [*valid, *new]]
     merged = [*searched(sources), *lines, f"ckpt={quoted(checkpoint.absolute())}"]
+    if not multirun and _sweeps(tree, valid):  # of which the recorded run was one job
+        merged.insert(0, f"hydra.mode={RunMode.RUN.name}")
     if in_place:
         _check_resumable(tree, source, checkpoint, new, lines)
         # First, so that a further rank's own hydra.output_subdir=null, which keeps it from writing, wins.
@@ -126,6 +140,12 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     newest = value == "last" and folder is None
     folder, elsewhere = source if in_place else None, _advice_to_go_back(source, valid)
     return Resumed(merged, checkpoint, folder, training, message, value == "auto", newest, elsewhere)
+
+
+def _sweeps(tree: ConfigTree, overrides: Iterable[Override]) -> bool:
+    """Return whether ``overrides`` make a sweep of a command without -m, as an experiment can."""
+    lines = [str(o.input_line) for o in overrides if o.key_or_group in (EXPERIMENT, "hydra.mode")]
+    return bool(lines) and tree.compose(lines).hydra.mode == RunMode.MULTIRUN
 
 
 def _check_one_start(checkpoint: Path, recorded: Iterable[Override], new: Iterable[Override]) -> None:

@@ -197,6 +197,12 @@ def test_folder_of_a_job_has_no_path_in_its_name(command: Command, tmp_path: Pat
     assert sorted(folders) == ["0_seed-1", "1_seed-1", "2_seed-2", "3_seed-2"]
 
 
+@pytest.mark.parametrize("argument", ['+hydra.sweeper.params.seed="1,2"', 'hydra.sweeper.params={seed: "1,2"}'])
+def test_sweep_by_a_key_of_hydra_s_is_an_error(command: Command, argument: str) -> None:
+    message = error_of(command, RECORD, "-m", argument)
+    assert f"{argument} is invalid: Hydra reads what a sweep varies from options and files. Write it as" in message
+
+
 def test_jobs_of_a_sweep_with_one_folder_are_an_error(command: Command, tmp_path: Path, sweeper: list[str]) -> None:
     """The second would continue the first, as a job that is started again does."""
     sweep = ["-m", "family=sol_rl,race", "seed=1,2", "hydra.sweep.dir=sweep"]
@@ -398,7 +404,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("'seed=int(x)'", "Cannot read 'seed=int(x)': ValueError while evaluating"),
         ("reward=null", "There is no reward named None. The options are aesthetic, "),
         ("reward=[shapes,shapes]", "it names an option twice"),
-        ("-m ckpt=last", "so that they do not go with -m. Name one file"),
+        ("-m ckpt=last", "so that they do not go with -m, or an experiment that sweeps. Name one file"),
         ("-m ckpt=a.ckpt,b.ckpt", "ckpt=a.ckpt,b.ckpt is invalid: it takes one checkpoint"),
         ("ckpt=auto -m hydra.sweep.dir=x", "ckpt=auto is invalid: it takes one checkpoint"),
         ("run_dir=elsewhere", "sets that key. Leave it out; hydra.run.dir=<folder>"),
@@ -537,6 +543,22 @@ def test_finished_job_of_a_sweep_resumes_only_by_its_name(command: Command, tmp_
     (newest / "summary.json").unlink()  # a killed one
     assert command(RECORD, "ckpt=last", "iterations=8").status == 0
     assert config(newest)["iterations"] == 8
+
+
+def test_job_of_an_experiment_that_sweeps_resumes_alone(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "mine" / "experiment" / "seeds.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text('# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: "8,9"}}}\n')
+    own = (RECORD, "--config-dir", "mine", "experiment=seeds")
+    assert command(*own).status == 0
+    job = only(tmp_path, "outputs/multirun/*/1_seed-9")
+    assert command(RECORD, "ckpt=last", f"hydra.run.dir={job}", "iterations=7").status == 0
+    assert (config(job)["iterations"], config(job)["seed"]) == (7, 9)
+    assert command(RECORD, f"ckpt={job}/checkpoints/last.ckpt", "iterations=8", "hydra.run.dir=branch").status == 0
+    assert (config(tmp_path / "branch")["iterations"], config(tmp_path / "branch")["seed"]) == (8, 9)
+    assert len(list(tmp_path.glob("outputs/multirun/*/*/record.json"))) == 2
+    message = error_of(command, *own, "ckpt=auto", "hydra.run.dir=again", "seed=8")
+    assert "ckpt=last and ckpt=auto continue one run" in message and not (tmp_path / "again").exists()
 
 
 def test_newest_run_is_found_wherever_it_lies(

@@ -132,7 +132,8 @@ model.policy.decode_batch=[]     | it is model.decode_batch. Set model.decode_ba
 model.scheduler.shift=9.0         | so it has no keys. All of them are set by model.scheduler={<key>:<value>,...}
 model=wan model.num_frames=32 | model.num_frames=32 is invalid: it must be 1 more than a multiple of 4
 model=wan model.frames=34 | a video has model.num_frames=33. Set model.frames=all.
-model=wan model.frames=last | it must be first, middle, all, or a whole number
+trainer.devices=0               | it must be auto, a number of devices of at least 1, or a list of their indices
+model=wan model.frames=last | it must be first, middle, all, or a whole number of at least 1
 callbacks.checkpoint.dirpath=x  | run/checkpoints, which the program relies on
 callbacks.best.dirpath=x        | run/checkpoints, which the program relies on
 experiment=smoke model.rung_steps=[1,2,3] | two numbers of solver steps from 1 to 1000. Other rungs are family
