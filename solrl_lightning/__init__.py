@@ -4,4 +4,4 @@ import time
 
 __version__ = "0.2.0"
 BEGAN = time.perf_counter()
-"""When this job began: with the process, but for Python's own start, or at the end of an earlier job of a sweep."""
+"""When this job began: with the process, but for Python's own start, or later if the process had one before it."""

@@ -11,9 +11,11 @@ import logging
 import math
 import os
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +27,7 @@ from hydra.utils import get_method
 from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+import solrl_lightning
 from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.formatting import counted, path_option
 from solrl_lightning.artifacts.run_folder import (
@@ -62,6 +65,7 @@ os.environ["MPLBACKEND"] = "agg"  # pictures are files; a notebook's ! names a b
 if TYPE_CHECKING:  # a mistyped name is reported before pydantic is loaded
     from solrl_lightning.options.run import Run
 
+_commands = count()  # of this process
 _FAILED, _USER_ERROR = 1, 2  # 2 as argparse
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141  # as shells report Ctrl-C, SIGTERM and SIGPIPE
 # What rank 0 writes and prints; warnings are of the rank itself.
@@ -79,6 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
     reported: list[Exception] = []  # by the jobs of this process
     jobs: list[DictConfig] = []  # of this process, so far
     sys.stdout, sys.stderr = interrupts.lasting(sys.stdout), interrupts.lasting(sys.stderr)
+    if next(_commands):
+        solrl_lightning.BEGAN = time.perf_counter()  # that of the first one is the start of the process
 
     def job(cfg: DictConfig) -> Any:
         jobs.append(cfg)
