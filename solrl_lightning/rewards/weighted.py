@@ -26,8 +26,8 @@ _EQUAL = 1e-6  # std / root mean square of a prompt's scores that differ by roun
 
 
 def weighted_sum(scores: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum [...] of scores [..., R]."""
-    return scores @ weights
+    """Return the weighted sum [...] of scores [..., R]; a reward of weight 0 is ignored, also where it is NaN."""
+    return scores[..., weights != 0] @ weights[weights != 0]
 
 
 def gdpo(scores: Tensor, weights: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class WeightedRewards:
         """Raise ``UserError`` for a prompt that one of the rewards cannot score."""
         texts, metadata = _columns(prompts)
         for reward in self.rewards.values():
-            call_with_metadata(reward.check_prompts, texts, metadata=metadata)
+            call_with_metadata(reward.check_prompts, list(texts), metadata=metadata)
 
     def try_out(self, image: Tensor, prompt: Prompt) -> None:
         """Let each reward score a grey image [3, H, W] of a prompt, or raise ``UserError``."""
@@ -110,8 +110,9 @@ class WeightedRewards:
         return scores
 
     def of_each(self, images: Tensor, prompts: list[Prompt]) -> tuple[Tensor, NonFiniteError | None]:
-        """Return scores as ``__call__`` does, NaN of an image without a finite score, and the error of the first.
+        """Return scores as ``__call__`` does, and the error of the first image without a finite score.
 
+        An image without one of a reward with a weight has NaN of all; without one of a reward of weight 0, of that one.
         Only if a reward raises the error, as it does for an image with NaN, is each image scored again, alone.
         """
         try:
@@ -127,7 +128,8 @@ class WeightedRewards:
                 return scores, None
             except NonFiniteError as error:
                 first = error
-        return scores.where(scores.isfinite().all(-1, keepdim=True), torch.nan), first
+        finite = scores.isfinite()
+        return scores.where(finite & finite[:, self._weights(scores) != 0].all(-1, keepdim=True), torch.nan), first
 
     def _unchecked(self, images: Tensor, prompts: list[Prompt]) -> Tensor:
         if images.ndim == 5:

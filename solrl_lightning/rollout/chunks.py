@@ -191,9 +191,13 @@ def score_images(
     first = f"{error} with seed {int(seeds[error.row])}"
     if not nan_images and images.isnan().any():
         raise NonFiniteError(f"{first}. {_FIX}", error.row) from error
-    count = int(scores.isnan().any(dim=1).sum())
-    message = "%d of %d images have no finite reward and do not count: %s"
-    log.warning(message, count, len(prompts), first)
+    missing = scores.isnan()
+    if missing.all(dim=1).any():
+        message = "%d of %d images have no finite reward and do not count: %s"
+        log.warning(message, int(missing.all(dim=1).sum()), len(prompts), first)
+    else:
+        message = "%d of %d images do not count for a reward of weight 0: %s"
+        log.warning(message, int(missing.any(dim=1).sum()), len(prompts), first)
     return scores
 
 

@@ -193,9 +193,13 @@ def evaluation_errors(names: Sequence[str], per_prompt: Tensor, base: Tensor | N
     values = {"standard_error": per_prompt}
     if base is not None and base.shape == per_prompt.shape:
         values["change_error"] = per_prompt - base
-    scored = {key: value[value.isfinite().all(1)] for key, value in values.items()}
-    errors = {key: (value.std(0) / len(value) ** 0.5).tolist() for key, value in scored.items() if len(value) > 1}
-    return {key: dict(zip(names, error, strict=True)) for key, error in errors.items()}
+    errors: dict[str, dict[str, float]] = {}
+    for key, table in values.items():
+        for name, column in zip(names, table.unbind(1), strict=True):
+            scored = column[column.isfinite()]
+            if len(scored) > 1:
+                errors.setdefault(key, {})[name] = float(scored.std() / len(scored) ** 0.5)
+    return errors
 
 
 def means_of(names: Sequence[str], per_prompt: Tensor) -> list[float]:

@@ -433,6 +433,17 @@ def test_out_of_memory_with_one_candidate_raises(model: Recorder, monkeypatch: p
         run(model)
 
 
+def test_image_without_a_score_of_a_reward_of_weight_0_counts_for_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    def refusing(images: Tensor, prompts: list[str]) -> Tensor:
+        return torch.tensor([torch.nan, 1.0])
+
+    rewards = WeightedRewards({"bright": Made(brightness), "watched": Made(refusing)}, {"bright": 1.0, "watched": 0.0})
+    images = torch.rand(2, 3, 4, 4)
+    scores = score_images(lambda x0: x0, rewards, images, prompts_of("ab"), torch.arange(2))
+    assert torch.equal(scores[:, 0], brightness(images, [])) and scores[:, 1].isnan().tolist() == [True, False]
+    assert "1 of 2 images do not count for a reward of weight 0: " in caplog.text
+
+
 def test_gather_selects_prompts_and_embeddings() -> None:
     conditioning: dict[str, Any] = {"x": torch.arange(6).view(3, 2), "y": torch.arange(3)}
     prompts, rows = EncodedPrompts(prompts_of("abc"), conditioning).gather(torch.tensor([2, 0, 2, 1]))

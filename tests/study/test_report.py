@@ -221,6 +221,9 @@ def test_errors_of_an_evaluation_are_those_of_means_over_prompts() -> None:
     assert actual["standard_error"] == pytest.approx({"a": np.std([0.1, 0.3, 0.5, 0.9], ddof=1) / 2, "b": 0.0})
     assert actual["change_error"] == pytest.approx({"a": 0.0, "b": 0.0}, abs=1e-8)
     assert "change_error" not in evaluation_errors(["a", "b"], base, base[:3])
+    half = base.clone()
+    half[1:, 1] = torch.nan  # of another reward
+    assert evaluation_errors(["a", "b"], half, None)["standard_error"] == {"a": actual["standard_error"]["a"]}
     assert evaluation_errors(["a", "b"], base[:1], base[:1]) == {}
 
 
