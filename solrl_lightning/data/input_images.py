@@ -40,11 +40,12 @@ def with_image(prompt: Prompt, source: str) -> Prompt:
         files = (place / str(name) for place in (folder, folder / "images"))
         file = next((file for file in files if file.is_file()), None)
     if file is None:
+        what = f"the image of this one is {name!r}, and {folder} has no such file, nor has images/ in it"
         raise UserError(
             f'{row}: this model edits an image, so a prompt is a row {{"prompt": ..., "image": <file>}} of a .jsonl '
-            f"file (data.train, data.eval, task.prompt_file); the image of this one is {name!r}, and {folder} has no "
-            "such file, nor has images/ in it. Correct the row, or put the file there; write pictures that a table "
-            "holds as files (docs/models/qwen_image_edit.md), or choose a model without input."
+            f"file (data.train, data.eval, task.prompt_file); {'this one has no image' if name is None else what}. "
+            "Correct the row, or put the file there; write pictures that a table holds as files "
+            "(docs/models/qwen_image_edit.md), or choose a model without input."
         )
     with reading(f"{row}: {_READABLE}", fix=_SAVE):
         _check(file)

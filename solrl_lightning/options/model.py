@@ -34,7 +34,9 @@ Setting = Annotated[
 ]
 Scored = Annotated[
     int | str,
-    must_be("first, middle, all, or a whole number", lambda v: v in ("first", "middle", "all") or is_whole(v)),
+    must_be(
+        "first, middle, all, or a whole number of at least 1", lambda v: v in ("first", "middle", "all") or is_whole(v)
+    ),
 ]
 LoraFile = Annotated[
     str, must_be("<hub id or folder>/<file>.safetensors", lambda v: isinstance(v, str) and v.endswith(".safetensors"))

@@ -19,7 +19,7 @@ def _are_devices(value: Any) -> bool:
     return is_whole(value) or value == -1 or re.fullmatch(r"auto|-1|[1-9]\d*|(\d+,)+\d*", str(value)) is not None
 
 
-Devices = must_be("auto, a number of devices, or a list of their indices such as [0,1]", _are_devices)
+Devices = must_be("auto, a number of devices of at least 1, or a list of their indices such as [0,1]", _are_devices)
 Dtype = must_be(
     "32-true, as every dtype is set in the code and Lightning casts nothing",
     is_one(None, 32, "32", "32-true"),

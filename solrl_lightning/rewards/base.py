@@ -103,12 +103,13 @@ class Reward(ABC):
     def _call(self, method: Callable[..., Any], images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Any:
         """Return what a method of the reward returns for images, prompts and metadata.
 
-        It gets a copy of the images, and may change it. Exceptions name the reward, and a line of its code, without a
-        context manager of contextlib: it would raise a StopIteration, by which Lightning's loops end, as it is.
+        It gets copies of images and prompts, and may change them. Exceptions name the reward, and a line of its code,
+        without a context manager of contextlib: it would raise a StopIteration, by which Lightning's loops end, as it
+        is.
         """
         try:
             return retry_with_empty_cache(
-                lambda: call_with_metadata(method, images.clone(), prompts, metadata=metadata)
+                lambda: call_with_metadata(method, images.clone(), list(prompts), metadata=metadata)
             )
         except torch.OutOfMemoryError as error:
             raise RewardOutOfMemory(
@@ -166,14 +167,16 @@ def numbers_of(name: str, method: str, returned: Any, *shapes: tuple[int, ...]) 
     """Return what a reward's ``method`` returned, a tensor, an array or a list, as float32 of one of the ``shapes``.
 
     Raises:
-        UserError: it is something else, or complex.
+        UserError: it is something else, complex, or not stored as plain numbers.
     """
-    numbers = None
+    numbers, actual = None, type(returned).__name__
     with suppress(TypeError, ValueError, RuntimeError):
         numbers = torch.as_tensor(returned)
-    if numbers is not None and tuple(numbers.shape) in shapes and not numbers.is_complex():
-        return numbers.float()
-    actual = type(returned).__name__ if numbers is None else f"{numbers.dtype} {list(numbers.shape)}"
+    if numbers is not None:
+        is_plain = numbers.layout == torch.strided and not numbers.is_meta
+        if is_plain and tuple(numbers.shape) in shapes and not numbers.is_complex():
+            return numbers.float()
+        actual = f"{numbers.dtype} {list(numbers.shape)}" + f" of {numbers.layout} on {numbers.device}" * (not is_plain)
     raise UserError(
         f"the reward {name} is invalid: its {method}() must return real numbers, a tensor {list(shapes[0])}; it "
         f"returned {actual}. Correct {method}()."

@@ -91,7 +91,7 @@ KINDS = ("jpg", "png", "webp", "bmp", "gif", "tiff")
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({}, r"row \{\"prompt\": ..., \"image\": <file>\} of a .jsonl file .* is None, and .* has no such file"),
+        ({}, r"row \{\"prompt\": ..., \"image\": <file>\} of a .jsonl file .*; this one has no image. Correct"),
         (
             {"image": "a.jpg", "edit_image": "a.jpg"},
             "beside edit_image it is the result, .* Rename image to result, and",

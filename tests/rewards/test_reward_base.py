@@ -19,7 +19,7 @@ from solrl_lightning.errors import NonFiniteError, RewardError, RewardOutOfMemor
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.shapes import ShapesReward
-from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rewards.weighted import WeightedRewards, gdpo, weighted_sum
 
 
 class Brightness(Reward):
@@ -121,6 +121,8 @@ class Returns(Reward):
         ([[1.0], [1.0, 2.0]], "it returned list"),
         (None, "it returned NoneType"),
         (torch.zeros(2) + 1j, "it returned torch.complex64 [2]"),
+        (torch.zeros(2).to_sparse(), "it returned torch.float32 [2] of torch.sparse_coo on cpu"),
+        (torch.zeros(2, device="meta"), "it returned torch.float32 [2] of torch.strided on meta"),
     ],
 )
 def test_error_about_returned_scores_names_what_is_expected(value: Any, message: str) -> None:
@@ -150,7 +152,7 @@ class Fails(Reward):
 
 
 class Changes(Reward):
-    """Changes its images and metadata in place."""
+    """Changes its images, prompts and metadata in place."""
 
     name = "changes"
     part_names = ("mean",)
@@ -158,19 +160,26 @@ class Changes(Reward):
     def score(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         metadata[0]["words"] = {1}
         metadata[0]["list"].append(1)
+        prompts.clear()
         return images.mul_(0.5).mean((1, 2, 3))
 
+    def check_prompts(self, prompts: list[str]) -> None:
+        assert prompts.pop() == "b"
+
     def parts(self, images: Tensor, prompts: list[str]) -> Tensor:
+        prompts.sort(reverse=True)
         return images.mul_(0.5).mean((1, 2, 3))[:, None]
 
 
-def test_a_reward_may_change_its_images_and_metadata() -> None:
-    images, metadata = torch.rand(2, 3, 4, 4), [{"list": [0]}, {"list": [0]}]
+def test_a_reward_may_change_what_it_is_called_with() -> None:
+    images, metadata, prompts = torch.rand(2, 3, 4, 4), [{"list": [0]}, {"list": [0]}], ["a", "b"]
     expected = images.mean((1, 2, 3)) / 2
     for _ in range(2):
-        assert torch.equal(Changes()(images, ["a", "b"], metadata), expected)
-        assert torch.equal(Changes().described(images, ["a", "b"])[:, 0], expected)
-    assert metadata == [{"list": [0]}] * 2
+        assert torch.equal(Changes()(images, prompts, metadata), expected)
+        assert torch.equal(Changes().described(images, prompts)[:, 0], expected)
+    assert metadata == [{"list": [0]}] * 2 and prompts == ["a", "b"]
+    both = WeightedRewards({"one": Changes(), "other": Changes()}, {"one": 1.0, "other": 1.0})
+    both.check_prompts([*map(Prompt, prompts)])  # each gets both
 
 
 class Large(Reward):
@@ -273,6 +282,18 @@ def test_images_beside_one_without_a_score_are_not_scored_again(shape: tuple[int
     scores, error = rewards.of_each(torch.rand(shape), prompts)
     assert refusing.calls == [3] and error is not None and error.row == 1
     assert scores[1].isnan().all() and scores[::2].isfinite().all() and scores[:, 1].nan_to_num().tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize("combine", [weighted_sum, gdpo])
+def test_missing_score_of_a_reward_of_weight_0_is_missing_there_only(combine: Any) -> None:
+    weights = {"shapes": 0.5, "refusing": 0.0}
+    rewards = WeightedRewards({"shapes": ShapesReward(), "refusing": Refusing()}, weights, combine)
+    prompts = [Prompt("a red circle above a blue square")] * 3
+    scores, error = rewards.of_each(torch.rand(3, 3, 4, 4), prompts)
+    assert error is not None and scores.isnan().nonzero().tolist() == [[1, 1]]
+    torch.testing.assert_close(rewards.total(scores), 0.5 * scores[:, 0])
+    alone = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 0.5}, combine)
+    assert torch.equal(rewards.merits(scores[None]), alone.merits(scores[None, :, :1]))
 
 
 def test_part_and_reward_of_one_name_are_an_error() -> None:
