@@ -159,6 +159,8 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", "It is recommended to use `self.log.*sync_dist=True")
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     warnings.filterwarnings("ignore", "The dirpath has changed from")
+    # diffusers' transformers change no result of a block in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", "The `srun` command is available on your system but is not used")
     # torchao registers classes in a way that torch deprecates, diffusers misses classes that newer versions of torchao
     # do not have, and its AutoencoderTiny warns about a key that it has written itself.
