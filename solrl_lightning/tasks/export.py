@@ -75,6 +75,13 @@ def altered_by(cfg: Run) -> list[str]:
     return [Path(source).name if is_path(place or ".") else source for source, place in places.items() if source]
 
 
+def weighted_names(weights: Mapping[str, float], combine: str) -> str:
+    """Return the rewards with a weight as a sum, such as ``pickscore - 0.5 clipscore``."""
+    terms = [name if weight == 1 else f"{weight:g} {name}" for name, weight in weights.items() if weight]
+    total = " + ".join(terms).replace("+ -", "- ")
+    return total if combine == "sum" else f"{combine} of {total}"
+
+
 def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtype: str) -> None:
     """Write README.md and its picture, from the summary and the last sample grid of the checkpoint's run."""
     folder, run = Path(cfg.run_dir), run_of(ckpt)
@@ -82,7 +89,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
     done = iterations_done(state)
     with_lora = _LORA in module.transformers.trained.exports
     weights = {name: member["weight"] for name, member in cfg.reward.entries.items()}
-    trained = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights.items() if weight)
+    trained = weighted_names(weights, cfg.reward.combine)
     facts = summary if "config" in summary else {}
     settings = facts["config"] | {"iterations": done, "reward": trained} if facts else {"iterations": done}
     settings = {key: value for key, value in settings.items() if key != "lora_rank"}

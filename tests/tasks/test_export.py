@@ -22,7 +22,7 @@ from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.cli.hub import check_push
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
-from solrl_lightning.tasks.export import export, model_card
+from solrl_lightning.tasks.export import export, model_card, weighted_names
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule
 
@@ -243,6 +243,12 @@ def test_card_has_the_results_of_its_checkpoint_and_the_base_with_its_licence() 
     assert "iterations: 40 on NVIDIA H100" in text and "images/base_and_trained.png" in text
     assert "custom class" not in text and "a&#124;b" in text
     assert "began as the LoRA `style.safetensors`, so its licence applies" in text
+
+
+def test_rewards_of_a_card_have_their_weights_and_what_combines_them() -> None:
+    weights = {"a": 1.0, "b": -0.5, "watched": 0.0, "c": 2.0}
+    assert weighted_names(weights, "sum") == "a - 0.5 b + 2 c"
+    assert weighted_names({"a": -1.0}, "gdpo") == "gdpo of -1 a"
 
 
 def test_card_of_an_open_and_of_an_unknown_base() -> None:
