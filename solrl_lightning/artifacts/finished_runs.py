@@ -11,6 +11,7 @@ from solrl_lightning.artifacts.run_folder import RECORD
 from solrl_lightning.errors import UserError
 
 RECORDED_CONFIG = RECORD / "config.yaml"
+RECORDED_OVERRIDES = RECORD / "overrides.yaml"
 _RUN_MARKS = (".hydra", "checkpoints", "summary.json")  # any of these marks the folder of a run, not of a sweep
 DAMAGED = "its summary.json is damaged"
 FINISHED = ("completed", "stopped early")  # the status in summary.json of a run that ended as intended
@@ -53,8 +54,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
             left_out[str(folder)] = "never evaluated"
         elif not _has_results(summary):
             left_out[str(folder)] = DAMAGED
-        elif not (folder / RECORDED_CONFIG).is_file():
-            left_out[str(folder)] = f"has no {RECORDED_CONFIG}"
+        elif missing := [file for file in (RECORDED_CONFIG, RECORDED_OVERRIDES) if not (folder / file).is_file()]:
+            left_out[str(folder)] = f"has no {missing[0]}"
         else:
             runs.append(Run(str(folder), summary))
     return runs, left_out

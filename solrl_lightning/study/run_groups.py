@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from solrl_lightning.artifacts.finished_runs import RECORDED_CONFIG, Run
-from solrl_lightning.artifacts.run_folder import RECORD
+from solrl_lightning.artifacts.finished_runs import RECORDED_CONFIG, RECORDED_OVERRIDES, Run
 from solrl_lightning.cli.config import as_written
 from solrl_lightning.cli.console import first_lines
 from solrl_lightning.cli.resume import digest, is_subkey, leaves, read_record, recorded_digests
@@ -124,7 +123,7 @@ def read_settings(run: Run) -> Settings:
     backend = run.summary.get("precision_backend", "").partition(" ")[0]  # "no" without a shadow
     if values.get("precision.name") == AUTO and backend in BACKENDS:
         options["precision"] = values["precision.name"] = backend
-    recorded = read_record(Path(run.folder) / RECORD / "overrides.yaml", ListConfig)
+    recorded = read_record(Path(run.folder) / RECORDED_OVERRIDES, ListConfig)
     pairs = [argument.lstrip("+~").partition("=") for argument in as_written(recorded)]
     overrides = {
         key: value

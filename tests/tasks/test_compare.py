@@ -399,6 +399,8 @@ def test_unfinished_runs_are_listed_and_excluded(
     write_run(runs / "blind", 0.9, final_reward=None)
     write_run(runs / "bare", 0.9)
     (runs / "bare" / ".hydra" / "config.yaml").unlink()
+    write_run(runs / "copied", 0.9)
+    (runs / "copied" / ".hydra" / "overrides.yaml").unlink()
     (runs / "running" / ".hydra").mkdir(parents=True)
     damage: list[dict[str, Any]] = [{"evaluations": "x"}, {"evaluations": [{"iteration": 0}]}, {"config": []}]
     damage += [{"final_reward": "0.9"}, {"reward": None}, {"status": None}]
@@ -415,6 +417,7 @@ def test_unfinished_runs_are_listed_and_excluded(
         "stopped": "interrupted",
         "blind": "never evaluated",
         "bare": "has no .hydra/config.yaml",
+        "copied": "has no .hydra/overrides.yaml",
         "running": "has no summary.json (yet)",
     }
     assert [Path(run).name for run in result["groups"][0]["runs"]] == ["done", "early"]
