@@ -7,6 +7,7 @@ spans several units, the others some tenths), or `gdpo`, which does not depend o
 Shapes: B images or videos of F frames, P prompts, N candidates, R rewards.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -71,6 +72,12 @@ class WeightedRewards:
             raise UserError(
                 f"reward.{min(taken)} is invalid: a part of another reward has the same name in curves and tables. "
                 "Choose another name for the reward."
+            )
+        twice = [name for name, count in Counter(self.part_names).items() if count > 1]
+        if twice:
+            raise UserError(
+                f"reward is invalid: two parts have the name {twice[0]} in curves and tables: the name of the reward "
+                "and one of its part_names. Give each part its own name."
             )
         self.weights = {name: float(weights[name]) for name in rewards}
         self.name = trained_reward(self.weights)
