@@ -1,6 +1,10 @@
+from types import SimpleNamespace
+
+import pytest
 from lightning.pytorch import callbacks
 
 from solrl_lightning.callbacks.early_stopping import EarlyStopping
+from solrl_lightning.errors import UserError
 
 
 def test_resumed_run_has_the_patience_of_its_options():
@@ -9,3 +13,13 @@ def test_resumed_run_has_the_patience_of_its_options():
     assert before.state_key == callbacks.EarlyStopping("eval/shapes").state_key  # of the checkpoints of older versions
     after.load_state_dict(before.state_dict())
     assert (after.patience, after.wait_count) == (3, 1)
+
+
+def test_metric_that_no_evaluation_has_is_an_error_before_training():
+    state = SimpleNamespace(fn="validate")
+    trainer = SimpleNamespace(callback_metrics={"eval/shapes": 0.5}, state=state, sanity_checking=False)
+    EarlyStopping("eval/shapes", check_on_train_epoch_end=False).on_validation_end(trainer, None)
+    EarlyStopping("train/loss", check_on_train_epoch_end=True).on_validation_end(trainer, None)
+    message = "monitor=eval/shape is invalid: it must be a metric of evaluations. Did you mean eval/shapes. They are"
+    with pytest.raises(UserError, match=message):
+        EarlyStopping("eval/shape", check_on_train_epoch_end=False).on_validation_end(trainer, None)

@@ -549,15 +549,15 @@ def test_job_of_an_experiment_that_sweeps_resumes_alone(command: Command, tmp_pa
     file = tmp_path / "mine" / "experiment" / "seeds.yaml"
     file.parent.mkdir(parents=True)
     file.write_text('# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: "8,9"}}}\n')
-    own = (RECORD, "--config-dir", "mine", "experiment=seeds")
-    assert command(*own).status == 0
+    start = (RECORD, "--config-dir", "mine", "experiment=seeds")
+    assert command(*start).status == 0
     job = only(tmp_path, "outputs/multirun/*/1_seed-9")
     assert command(RECORD, "ckpt=last", f"hydra.run.dir={job}", "iterations=7").status == 0
     assert (config(job)["iterations"], config(job)["seed"]) == (7, 9)
     assert command(RECORD, f"ckpt={job}/checkpoints/last.ckpt", "iterations=8", "hydra.run.dir=branch").status == 0
     assert (config(tmp_path / "branch")["iterations"], config(tmp_path / "branch")["seed"]) == (8, 9)
     assert len(list(tmp_path.glob("outputs/multirun/*/*/record.json"))) == 2
-    message = error_of(command, *own, "ckpt=auto", "hydra.run.dir=again", "seed=8")
+    message = error_of(command, *start, "ckpt=auto", "hydra.run.dir=again", "seed=8")
     assert "ckpt=last and ckpt=auto continue one run" in message and not (tmp_path / "again").exists()
 
 
