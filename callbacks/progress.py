@@ -187,7 +187,7 @@ class StageProgressBar(ProgressBar):
         units = self._stopwatch.done
         stage = self._stopwatch.elapsed * (self._stopwatch.total - units) / units if units else 0.0
         elapsed = time.perf_counter() - self._mark
+        if self._plain and math.isfinite(self._budget):  # one that begins within max_seconds runs to its end
+            iterations = min(iterations, max(1, math.ceil(self._budget / median_low(self._plain))))
         left = seconds_left(iterations, self._plain, self._extra, elapsed, stage)
-        if left is not None:
-            left = max(min(left, self._budget - elapsed), 0)
         return ["ETA ?" if left is None else f"ETA {timedelta(seconds=round(left))}"]

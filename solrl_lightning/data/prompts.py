@@ -74,7 +74,7 @@ def read_prompt_sets(
     ]
     if prompts and not disjoint:
         raise UserError(
-            f"data.train={train} is invalid: all of its {len(prompts)} prompts are also in data.eval={held_out}, and "
+            f"data.train={train} is invalid: it has no prompt that data.eval={held_out} lacks, and "
             "held-out prompts are not trained on. Set data.train or data.eval to another source."
         )
     shared = len(prompts) - len(disjoint)
