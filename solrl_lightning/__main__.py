@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     jobs: list[DictConfig] = []  # of this process, so far
     sys.stdout, sys.stderr = interrupts.lasting(sys.stdout), interrupts.lasting(sys.stderr)
     if next(_commands):
-        solrl_lightning.BEGAN = time.perf_counter()  # that of the first one is the start of the process
+        solrl_lightning.BEGAN = time.perf_counter()  # the first command began with the process
 
     def job(cfg: DictConfig) -> Any:
         jobs.append(cfg)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from solrl_lightning.artifacts.finished_runs import FINISHED, read_summary
+from solrl_lightning.artifacts.finished_runs import FINISHED, RECORDED_CONFIG, RECORDED_OVERRIDES, read_summary
 from solrl_lightning.artifacts.formatting import counted, path_option, quoted, shell_quoted
 from solrl_lightning.artifacts.hub import check_fetched
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free, run_of, started_runs
@@ -103,7 +103,7 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     same_folder = value in ("last", "auto") or (value != "best" and is_source)
     in_place = training and not multirun and same_folder
 
-    has_record = (source / RECORD / "overrides.yaml").is_file()
+    has_record = (source / RECORDED_OVERRIDES).is_file()
     if training and not has_record:
         lora = source / "lora"
         begin = f". {_from_lora(lora)}" if lora.is_dir() else ""
@@ -218,7 +218,7 @@ def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed
         [str(o.input_line) for o in command if not is_subkey(_dotted(o), *may_change)]
         for command in (_recorded_overrides(tree, folder), overrides)
     )
-    same = (folder / RECORD / "overrides.yaml").is_file() and before == now
+    same = (folder / RECORDED_OVERRIDES).is_file() and before == now
     message = f"ckpt=auto: {folder} has no checkpoint, so the run begins"
     return Resumed(lines, folder=folder.resolve() if same else None, training=True, message=message)
 
@@ -310,7 +310,7 @@ def _check_resumable(
     key, nor a default that is written out, is a change. A key that only a newer version
     has is none, either.
     """
-    recorded = read_record(folder / RECORD / "config.yaml", DictConfig, "seed")
+    recorded = read_record(folder / RECORDED_CONFIG, DictConfig, "seed")
     current = tree.compose([line for line in lines if not tree.parse([line])[0].is_sweep_override()])
     at_start = recorded_digests(folder)
     may_change = _resumable_keys(recorded)
@@ -423,7 +423,7 @@ def _listed(overrides: Iterable[Override | str]) -> str:
 
 
 def _recorded_overrides(tree: ConfigTree, folder: Path) -> list[Override]:
-    file = folder / RECORD / "overrides.yaml"
+    file = folder / RECORDED_OVERRIDES
     lines = as_written(read_record(file, ListConfig)) if file.is_file() else []
     return tree.parse(line for line in lines if not line.endswith("={}"))  # older versions took it, without effect
 
