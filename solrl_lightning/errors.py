@@ -5,6 +5,8 @@ import errno
 import re
 from collections.abc import Iterable, Sequence
 
+EMPTY = "it must not be empty, as a shell variable is that is not set"
+"""The rule of a text, in an error."""
 _NO_MEMORY = re.compile("DefaultCPUAllocator|bad_alloc|could not create a memory object|CUBLAS_STATUS_ALLOC_FAILED")
 
 

@@ -34,7 +34,7 @@ from solrl_lightning.cli.config import (
     resolvable,
     searched,
 )
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import EMPTY, UserError
 from solrl_lightning.names import LORA_FILES, SHARDED
 from solrl_lightning.rewards.addresses import HTTP, VLM
 
@@ -78,6 +78,8 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     if not checkpoints or checkpoints[-1].value() in (None, "null"):
         return Resumed(list(arguments))
     value, multirun = str(checkpoints[-1].value()), multirun or _sweeps(tree, overrides)
+    if not value:
+        raise UserError(f"ckpt= is invalid: {EMPTY}. Name a checkpoint file, or leave ckpt out.")
     if checkpoints[-1].is_sweep_override() or (value in ("last", "auto") and multirun):
         rule = (
             "it takes one checkpoint, and ckpt=last and ckpt=auto continue one run, so that they do not go with -m, or "

@@ -31,9 +31,10 @@ class FlowGRPO(GRPO):
     seed: Seed
 
     def transitions(self, num_steps: int, iteration: int) -> range:
+        every = super().transitions(num_steps, iteration)
         if self.window is None:
-            return super().transitions(num_steps, iteration)
-        most = max(1, num_steps // 2)
+            return every
+        most = num_steps // 2
         if self.window > most:
             raise UserError(
                 f"objective.window={self.window} is invalid: it must be at most {most}, half of "

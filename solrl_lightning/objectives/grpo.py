@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.names import OLD
 from solrl_lightning.objectives.base import KLObjective, Loss, check_given
 from solrl_lightning.options.rules import Positive
@@ -47,6 +48,11 @@ class GRPO(KLObjective):
         return StochasticSolver(self.transition)
 
     def transitions(self, num_steps: int, iteration: int) -> range:
+        if num_steps == 1:
+            raise UserError(
+                f"family.regenerate.steps=1 is invalid: objective={type(self).__name__} trains on the steps before the "
+                "last one. Set model.full_steps=2, or objective=nft."
+            )
         return range(num_steps - 1)
 
     @abstractmethod

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationInfo, mode
 from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
-from solrl_lightning.errors import UserError, did_you_mean, nearest
+from solrl_lightning.errors import EMPTY, UserError, did_you_mean, nearest
 
 MAX_SEED = 2**32 - 1
 MAX_STEPS, MAX_IMAGES, MAX_ITERATIONS = 1000, 100_000, 100_000_000
@@ -45,7 +45,7 @@ class Group(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_keys(cls, node: Any) -> Any:
-        """Tell an unknown key with the nearest known one."""
+        """Tell an unknown key with the nearest known one, and a key without a value."""
         known = [field.alias or name for name, field in cls.model_fields.items() if name not in cls.no_keys]
         for name in [key for key in node if key not in known] if isinstance(node, dict) else ():
             near = did_you_mean(nearest(name, known))
@@ -54,6 +54,8 @@ class Group(BaseModel):
                 raise Broken("nothing in the package reads that key, and it resembles one.", name, fix)
             if cls.model_config.get("extra") == "forbid":
                 raise Broken("nothing reads that key.", name, near.strip() or f"The keys here are {', '.join(known)}.")
+        for name in [key for key in known if node.get(key) == ""] if isinstance(node, dict) else ():
+            raise Broken(f"{EMPTY}.", name)
         return node
 
     @model_validator(mode="after")

@@ -174,7 +174,7 @@ def tried_out(key: str, url: str, fix: str) -> Iterator[None]:
 
 def shown(content: bytes | bytearray) -> str:
     """Return the beginning of an answer, for a message."""
-    text = " ".join(content[:_SHOWN].decode(errors="replace").split())
+    text = " ".join(content[:_SHOWN].decode(errors="replace").split()) or "nothing"
     return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 

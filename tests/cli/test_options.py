@@ -108,6 +108,8 @@ family=race family.keep=4 family.explore.rungs=[{step:3,keep:24}] | Set it so, o
 optimizer_steps=25               | it must be at most family.keep=24
 objective=dance_grpo family.keep=2 | of every prompt. Set optimizer_steps=2 or raise family.keep.
 family=prefix family.explore.steps=3 | below family.explore.steps=3. Lower it (by default model.prefix_steps) or raise
+objective=flow_grpo objective.window=1 model.full_steps=1 | family.regenerate.steps=1 is invalid: objective=FlowGRPO
+objective=dance_grpo model.full_steps=1 | trains on the steps before the last one. Set model.full_steps=2, or
 objective=flow_grpo objective.window=6 | objective.window=6 is invalid: it must be at most 5, half of family.regen
 base_weights=int8 family.compile=true | with family.compile=true it must be bfloat16, as torch.compile does not
 family.explore.stop_after=6      | family.explore.stop_after=6 is invalid: it must be at least 1 and below family.ex
@@ -151,6 +153,8 @@ family=race family.explore.rungs=[{step:2,keep:60},{step:4,keep:23}] | down to 2
 family=race family.explore.rungs=[{step:2,keep:60},{step:11,keep:24}] | up to 10
 family=race family.explore.rungs=[{step:10,keep:24}] | its last rung ends with step 10, the last one
 family=race family.regenerate.steps=20 | it resumes the trajectories of family.explore, which stops early with steps=10.
+model.embeddings=                | model.embeddings='' is invalid: it must not be empty, as a shell variable is
+data.train=                      | data.train='' is invalid: it must not be empty
 trainer=fsdp                     | family.explore.sampler=shadow is invalid with trainer=fsdp
 trainer=fsdp family=prefix       | Set callbacks.sample_grid.every=0
 task=evaluate trainer=fsdp       | Set task=train, or trainer=auto
