@@ -3,10 +3,12 @@
 import io
 import logging
 import math
+import multiprocessing
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
 import torch
@@ -21,13 +23,16 @@ from solrl_lightning.rewards.addresses import TOKEN, read_token
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Question = TypeVar("Question")
 
 _FAILURE = re.compile(rb'"finish_reason": ?"error"')  # of a chat completion with status 200, as OpenRouter's
 _ERROR = re.compile(rb'^\s*{"error": ?{.*?"code": ?"?([1-5]\d\d)\b', re.DOTALL)  # with status 200, as OpenRouter's
 _RETRIED = (408, 409, 425, 429, *range(500, 600))  # statuses of a server or proxy that may answer later
 _MAX_BACKOFF, _MAX_RETRY_AFTER = 60, 600  # seconds
+_TOO_LATE = "no reward server answered before the run was asked to end."
 _SHOWN = 300  # characters of an answer in a message
 _CHUNK, _LONGEST = 2**16, 2**24  # bytes of an answer that are read at once, and at all
+_PATIENCE = 10  # seconds that answers take at most once a run was asked to end; then schedulers kill
 
 
 class Client:
@@ -151,13 +156,31 @@ class _LoggedRetry(Retry):
         """
         seconds = self.get_retry_after(response) if response is not None else None
         if interrupts.ENDING.wait(seconds or self.get_backoff_time()):
-            raise ServerError("no reward server answered before the run was asked to end.")
+            raise ServerError(_TOO_LATE)
 
     def increment(self, *args: Any, **options: Any) -> "_LoggedRetry":
         following = super().increment(*args, **options)  # raises after the last attempt
         last = following.history[-1]
         self._failed(sentence(last.error) if last.error else f"it answered with status {last.status}.")
         return following
+
+
+def answers(ask: Callable[[Question], T], questions: Iterable[Question], concurrency: int) -> Iterator[T]:
+    """Yield what ``ask`` returns for each question, in order; so many of them are asked at the same time.
+
+    Raises:
+        ServerError: the run was asked to end, and no answer has come for ten seconds.
+    """
+    with ThreadPool(concurrency) as threads:  # daemons, which neither Ctrl-C nor an error waits for
+        results, waited = threads.imap(ask, questions), 0
+        while waited < _PATIENCE:
+            try:
+                yield results.next(timeout=1)
+            except StopIteration:
+                return
+            except multiprocessing.TimeoutError:
+                waited = waited + 1 if interrupts.ENDING.is_set() else 0
+    raise ServerError(_TOO_LATE)
 
 
 @contextmanager

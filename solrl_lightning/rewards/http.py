@@ -4,7 +4,6 @@ import base64
 import json
 from collections.abc import Iterable, Sequence
 from functools import partial
-from multiprocessing.pool import ThreadPool
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
 from solrl_lightning.rewards.addresses import check_url
 from solrl_lightning.rewards.base import Metadata, Reward
-from solrl_lightning.rewards.client import Client, noise, to_png, tried_out
+from solrl_lightning.rewards.client import Client, answers, noise, to_png, tried_out
 
 
 class HTTPReward(Reward):
@@ -64,9 +63,8 @@ class HTTPReward(Reward):
             part = slice(first, first + self.batch)
             return self._ask(levels[part], prompts[part], metadata[part])
 
-        with ThreadPool(self.concurrency) as threads:  # daemons, which Ctrl-C does not wait for
-            parts = threads.imap(ask, range(0, len(prompts), self.batch))
-            scores_by_image = [score for part in parts for score in part]
+        parts = answers(ask, range(0, len(prompts), self.batch), self.concurrency)
+        scores_by_image = [score for part in parts for score in part]
         return torch.tensor(scores_by_image, dtype=torch.float32, device=images.device)
 
     @property

@@ -15,7 +15,6 @@ import math
 import re
 import unicodedata
 from collections.abc import Mapping
-from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Posit
 from solrl_lightning.rewards.addresses import check_url
 from solrl_lightning.rewards.answers import LEAST, Answers, check_answered, normal
 from solrl_lightning.rewards.base import Metadata, Reward
-from solrl_lightning.rewards.client import Client, noise, to_png, tried_out
+from solrl_lightning.rewards.client import Client, answers, noise, to_png, tried_out
 
 _ALTERNATIVES = 20  # likeliest first words in an answer; the most that the API gives
 # Qwen, Magistral, Kimi and Gemma; a chat template may have written the mark before, and _LONGEST cut off that after.
@@ -125,11 +124,10 @@ class VLMReward(Reward):
         ]
         keys = [hashlib.sha256(b"".join([*pngs, prompt.encode()])).digest() for pngs, prompt in questions]
         missing = {key: question for key, question in zip(keys, questions, strict=True) if key not in self._scored}
-        with ThreadPool(self.concurrency) as threads:  # daemons, which Ctrl-C does not wait for
-            for key, answer in zip(missing, threads.imap(self._ask, missing.values()), strict=True):
-                self._scored[key] = answer.score
-                self._costs["requests"] += 1
-                self._costs["tokens"] += answer.tokens
+        for key, answer in zip(missing, answers(self._ask, missing.values(), self.concurrency), strict=True):
+            self._scored[key] = answer.score
+            self._costs["requests"] += 1
+            self._costs["tokens"] += answer.tokens
         return torch.tensor([self._scored[key] for key in keys], dtype=torch.float32, device=images.device)
 
     @property

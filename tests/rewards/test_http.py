@@ -141,6 +141,21 @@ def test_a_run_that_is_to_end_waits_for_no_server(server: type[Server], monkeypa
     assert len(server.requests) == 2
 
 
+def test_a_run_that_is_to_end_waits_for_no_server_that_hangs(
+    server: type[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_PATIENCE", 1)
+    monkeypatch.setattr(interrupts, "ENDING", threading.Event())
+    left = threading.Event()
+    server.before_reply = lambda: (interrupts.ENDING.set(), left.wait(30))
+    server.will_reply(ONES)
+    with pytest.raises(SIGTERMException):
+        server.reward(timeout=60)(IMAGES, PROMPTS)
+    left.set()
+    server.before_reply = lambda: None
+    assert server.reward()(IMAGES, PROMPTS).tolist() == [1] * 5  # an answer that comes is still waited for
+
+
 def test_requests_run_at_the_same_time_up_to_the_concurrency(server: type[Server]) -> None:
     meeting, running, counts = threading.Barrier(3), [], []  # of the first three; the last two would wait in vain
 
