@@ -39,7 +39,10 @@ class WriteError(RuntimeError):
 
     @classmethod
     def of(cls, path: object, error: Exception) -> "WriteError":
-        failure = cls(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.")
+        reason = getattr(error, "strerror", None) or error
+        if getattr(error, "errno", None) == errno.EFBIG:
+            reason = "File too large for `ulimit -f`, or for this file system"
+        failure = cls(f"{path} could not be written: {reason}.")
         failure.path = str(path)
         return failure
 
@@ -83,6 +86,13 @@ def is_out_of_threads(error: BaseException) -> bool:
     """Return whether the system let a process start no thread or process, as Python says it."""
     no_process = isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN
     return no_process or (isinstance(error, RuntimeError) and "can't start new thread" in str(error))
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Return whether an error is about memory, disk, threads or GPU, whatever the program did with them."""
+    is_of_disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_of_gpu = type(error).__name__ == "AcceleratorError"  # of torch
+    return is_of_disk or is_of_gpu or is_out_of_memory(error) or is_out_of_threads(error)
 
 
 def sentence(error: BaseException) -> str:

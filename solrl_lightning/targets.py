@@ -19,9 +19,16 @@ from hydra.utils import instantiate
 from pydantic import Field, ValidationError, create_model
 from typing_extensions import is_typeddict
 
-from solrl_lightning.errors import UserError, did_you_mean, nearest, sentence
+from solrl_lightning.errors import UserError, did_you_mean, is_of_machine, nearest, sentence
 from solrl_lightning.names import is_packaged
 from solrl_lightning.options.rules import DEFAULT, Group, explain, written
+
+
+class _Arguments(Group):
+    """Those of a class or function, which may have a use for an empty text, as loggers have for ``version``."""
+
+    takes_empty = True
+
 
 _LISTED = 15  # options of a class in an error
 _PLAIN = {bool, int, float, str, NoneType, list}
@@ -41,7 +48,7 @@ def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = obj
         instance = instantiate(node, _partial_=True, _convert_="all")(*arguments, **options)
     except Exception as error:
         cause = error.__cause__ or error if isinstance(error, InstantiationException) else error
-        if isinstance(cause, UserError):
+        if isinstance(cause, UserError) or is_of_machine(cause):
             raise cause from None
         reason = " ".join(str(cause).split()).rstrip(".?")
         if inspect.isabstract(target):
@@ -187,7 +194,7 @@ def _model(fields: Mapping[str, tuple[Any, bool]]) -> type[Group]:
         f"field_{number}": (kind, Field(alias=name) if required else Field(alias=name, default=None))
         for number, (name, (kind, required)) in enumerate(fields.items())
     }
-    return create_model("Options", __base__=Group, **numbered)
+    return create_model("Options", __base__=_Arguments, **numbered)
 
 
 def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """From a configuration to objects: what a user's own classes and this machine's devices can get wrong."""
 
 import dataclasses
+import errno
 import logging
 import os
 import threading
@@ -20,7 +21,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from nano import MAX_WORDS, save_nano
 from transformers.utils import logging as transformers_logging
 
-from solrl_lightning import build
+from solrl_lightning import build, targets
 from solrl_lightning.__main__ import prepare
 from solrl_lightning.artifacts.loggers import has_wandb_key, trackers_of
 from solrl_lightning.build import (
@@ -119,6 +120,11 @@ class Plain:
         pass
 
 
+class Fails:
+    def __init__(self, error: Exception) -> None:
+        raise error
+
+
 class Unfinished(Reward):
     """Has no ``score``."""
 
@@ -148,6 +154,19 @@ def test_error_names_a_part_that_cannot_be_made(
     makers: dict[str, Callable[[], Any]] = {"rewards": rewards, "machine": lambda: check_machine(cfg)}
     with pytest.raises(UserError, match=message):
         (makers | {"trainer": lambda: trainer_of(cfg)})[maker]()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        OSError(errno.ENOSPC, "No space"),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_error_of_the_machine_is_not_about_the_values_of_a_part(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        targets.make("model.policy", {"_target_": f"{__name__}.Fails"}, error=error)
 
 
 SGD = ("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps", "+optimizer.momentum=0.9")

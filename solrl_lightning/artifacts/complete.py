@@ -1,6 +1,5 @@
 """Files of a saved model: those that libraries replace by defaults, and damaged ones, which they do not name."""
 
-import errno
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,19 +16,12 @@ from solrl_lightning.errors import (
     ServerError,
     UserError,
     WriteError,
-    is_out_of_memory,
-    is_out_of_threads,
+    is_of_machine,
     sentence,
 )
 from solrl_lightning.names import is_packaged
 
 _PASSING = (UserError, NonFiniteError, RewardError, ServerError, WriteError)
-
-
-def _is_of_machine(error: BaseException) -> bool:
-    is_of_disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    is_of_gpu = type(error).__name__ == "AcceleratorError"  # of torch
-    return is_of_disk or is_of_gpu or is_out_of_memory(error) or is_out_of_threads(error)
 
 
 @contextmanager
@@ -45,7 +37,7 @@ def reading(named: str, by: str = "solrl_lightning", fix: str = "Download or sav
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
-        if not is_packaged(by) or any(isinstance(each, _PASSING) or _is_of_machine(each) for each in causes):
+        if not is_packaged(by) or any(isinstance(each, _PASSING) or is_of_machine(each) for each in causes):
             raise
         if isinstance(causes[-1], ImportError):
             raise UserError(f"{named}: a package is missing: {' '.join(str(causes[-1]).split())}") from error

@@ -13,9 +13,12 @@ from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.schedulers import FLOW_MATCHING
+
+_SIZES = "model.max_sequence_length", "model.resolution", "model.resolution"  # that decide positions on each axis
 
 
 class ZImage(PipelineAdapter):
@@ -34,6 +37,12 @@ class ZImage(PipelineAdapter):
         super().__init__(pretrained, resolution, max_sequence_length, **others)
         self.transformer.__class__ = FixedLengthTransformer
         self.transformer.caption_tokens = max_sequence_length + -max_sequence_length % SEQ_MULTI_OF
+        # The caption's positions begin at 1, and the image has the next one on the same axis.
+        positions = (self.transformer.caption_tokens + 2, *(size // 2 for size in self.latent_shape[-2:]))
+        for key, needed, most in zip(_SIZES, positions, self.transformer.config.axes_lens, strict=True):
+            if needed > most:
+                rule = f"it needs {needed} positions of the transformer's {most} (axes_lens)"
+                raise UserError(f"{key} is invalid: {rule}. Set a smaller one.")
 
     @property
     def call_options(self) -> dict[str, Any]:

@@ -185,6 +185,30 @@ def test_class_of_ones_own_is_not_tried_without_numbers(nano_folder: str) -> Non
     assert not isinstance(error.value, UserError) and "velocity" in [entry.name for entry in error.traceback]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "key"),
+    [
+        ("z_image", {"resolution": 136}, "model.resolution is invalid: it needs 17 positions of .* 16"),
+        (
+            "z_image",
+            {"max_sequence_length": 255},
+            "max_sequence_length is invalid: it needs 258 positions of .* 256",
+        ),
+        ("sd3", {"resolution": 104}, "with model.resolution=104 .*, or set smaller sizes."),
+    ],
+)
+def test_sizes_beyond_the_positions_of_a_transformer_are_named(
+    folder_of: Callable[[str], str], architecture: str, sizes: dict[str, int], key: str
+) -> None:
+    fits = {"resolution": 128, "max_sequence_length": 224} if architecture == "z_image" else {"resolution": 96}
+    cls = {"z_image": "z_image.ZImage", "sd3": "sd3.SD3"}[architecture]
+    node = {"_target_": f"solrl_lightning.policies.{cls}"} | model_options(architecture) | NANO | fits
+    node |= {"pretrained": folder_of(architecture)}
+    policy_on_meta(node)
+    with pytest.raises(UserError, match=key):
+        policy_on_meta(node | sizes)
+
+
 def meta_error(folder: Path) -> str:
     """The error of a folder's config files in one line, which names the folder; empty if there is none."""
     try:
