@@ -155,7 +155,8 @@ class ConfigTree:
         straight = argument.translate(_STRAIGHT)
         inner = straight[1:].removesuffix(straight[0]) if straight[:1] in ("'", '"') else straight
         if straight != argument and self._reads(inner):
-            return f"Cannot read {argument!r}: its quotes are from a word processor. Write {shlex.quote(inner)}."
+            bare = re.sub(r"""(["'])([\w./-]+)\1""", r"\2", inner)
+            return f"Cannot read {argument!r}: its quotes are from a word processor. Write {shlex.quote(bare)}."
         if argument[:1] in ("'", '"'):  # as in a list of arguments of an editor, or in a variable of a shell
             return f"Cannot read {argument!r}: no shell has read its outer quotes. Write {inner}."
         if (flag := argument.lstrip(_DASHES)) != argument:
@@ -576,7 +577,10 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
 
 
 def check_choices(cfg: DictConfig) -> None:
-    """Raise UserError unless ``cfg``, as composed, has one option of each group that a run needs."""
+    """Raise UserError unless ``cfg``, as composed, has one option of each group that a run needs, and its keys."""
+    for group in ("old_policy", *cfg.hydra.runtime.choices):
+        if cfg.get(group, "") is None:  # a name in a YAML file with nothing below it
+            raise UserError(f"{group}=null is invalid: it must be a group of keys. Leave it out for the default.")
     for group in _ONE_EACH:
         if not isinstance(cfg.hydra.runtime.choices.get(group), str):
             raise UserError(f"A run has one {group}, no list and no null. Choose it with {group}=<option>.")

@@ -42,6 +42,7 @@ _CURES: dict[type[Exception], str] = {
 }
 _NO_VARIABLE = re.compile("Environment variable '(.+?)' not found")  # of OmegaConf
 _NO_KEY = re.compile("Interpolation key '(.+?)' not found")  # of OmegaConf
+_IN_EXPERIMENT = re.compile(r"Multiple values for (\w+)\.|Could not \w+ 'experiment/(\w+)[/@]")  # of Hydra
 _NO_SPACE = re.compile(r"(\S+): failed to map segment from shared object(?!: Operation not permitted)")
 _LOST_RANK = re.compile(r"gloo.* by peer", re.DOTALL)  # closed or reset by peer
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -59,15 +60,25 @@ def first_lines(error: Exception) -> str:
         return f"{key} has the value of {match[1]}, which is missing. Leave out what removes it, or give {key} a value."
     if text.startswith("Error merging override") and error.__cause__ is not None:
         text += f": {error.__cause__}"
+    text, _, _ = text.partition(" To override a value use")  # in an experiment, that line needs a slash
+    if match := _IN_EXPERIMENT.search(text):
+        first, _, others = text.partition("\n")
+        fix = f"In the defaults list of an experiment write `- override /{match[1] or match[2]}: <option>`."
+        text = f"{first.rstrip('.')}. {fix}\n{others}"
     lines = [line.strip() for line in text.splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(_NOTES))
 
 
 def _is_raised_by_hydra(error: Exception) -> bool:
     """Return whether ``error`` comes from Hydra, a plugin of it, or a library that reads its files and values."""
-    names = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = _packages(error)
     *_, library = [name for name in names if name not in sys.stdlib_module_names]
     return library in {"hydra", "omegaconf", "yaml", "antlr4"} or "hydra_plugins" in names
+
+
+def _packages(error: Exception) -> list[str]:
+    """Return the package of each frame of a traceback, the innermost last."""
+    return [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _plugin_of(error: Exception) -> str | None:
@@ -125,7 +136,8 @@ def report_error(
             f"Hydra cannot import the plugin {plugin}: {type(error).__name__}: {sentence(error)} {fix}."
         )
     elif failure is None and not in_job and _is_raised_by_hydra(error):  # which does not check all that it is given
-        reason = f"{type(error).__name__}: {sentence(error)}" if str(error) else f"{type(error).__name__}."
+        *_, library = [name for name in _packages(error) if name not in sys.stdlib_module_names]
+        reason = f"{type(error).__name__} in {library}{f': {sentence(error)}' if str(error) else '.'}"
         failure = UserError(
             f"Hydra cannot use this command line: {reason} Correct the value or the hydra.* option that causes it."
         )

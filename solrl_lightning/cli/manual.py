@@ -48,7 +48,8 @@ def _described(key: str, value: Any, text: str) -> Iterator[str]:
         target = locate(key, value)
         parameters, texts = inspect.signature(target).parameters, argument_texts(target)
         yield f"{key}: {value['_target_']}"
-        yield from _wrapped(inspect.cleandoc(target.__doc__ or "").partition("\n\n")[0])
+        text = inspect.cleandoc(target.__doc__ or "").partition("\n\n")[0]
+        yield from _wrapped("" if text.startswith(f"{target.__name__}(") else text)  # a signature, of a dataclass
         optional = [name for name, each in parameters.items() if each.default is not each.empty]
         for name in dict.fromkeys([*value, *optional]):
             if not name.startswith("_") and name != _PROVIDED:

@@ -86,9 +86,11 @@ class Reward(Group):
                 raise Broken("a metric of this program has that name.", name, "Choose another name for the reward.")
             member = node[name] if isinstance(node[name], dict) else {}
             if "weight" not in member or not isinstance(member.get("_target_"), str):
-                file = "Begin the reward's file with `# @package reward`, and put them below its one key, its name."
-                is_weight = isinstance(node[name], int | float)
-                fix = f"Set reward.{name}.weight={node[name]}." if is_weight else file
+                fix = "Begin the reward's file with `# @package reward`, and put them below its one key, its name."
+                if isinstance(node[name], int | float):
+                    fix = f"Set reward.{name}.weight={node[name]}."
+                elif member and "_target_" not in member:  # as of an experiment whose reward another one replaces
+                    fix = f"Choose it, too, with reward=[...,{name}], or leave its keys out with ~reward.{name}."
                 raise Broken("it must have a _target_ and a weight.", name, fix)
         return node
 

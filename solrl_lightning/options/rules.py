@@ -40,6 +40,8 @@ class Group(BaseModel):
     """Whether a custom key that is like a known one is a typing error."""
     no_keys: ClassVar[tuple[str, ...]] = ()
     """Fields that the program sets."""
+    takes_empty: ClassVar[bool] = False
+    """Whether a text may be empty."""
     model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)  # at the first use, once for all below
 
     @model_validator(mode="before")
@@ -54,7 +56,8 @@ class Group(BaseModel):
                 raise Broken("nothing in the package reads that key, and it resembles one.", name, fix)
             if cls.model_config.get("extra") == "forbid":
                 raise Broken("nothing reads that key.", name, near.strip() or f"The keys here are {', '.join(known)}.")
-        for name in [key for key in known if node.get(key) == ""] if isinstance(node, dict) else ():
+        checked = known if isinstance(node, dict) and not cls.takes_empty else ()
+        for name in [key for key in checked if node.get(key) == ""]:
             raise Broken(f"{EMPTY}.", name)
         return node
 

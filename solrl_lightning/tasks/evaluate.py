@@ -216,7 +216,7 @@ def format_evaluation(result: dict[str, Any], folder: Path) -> str:
     lines = [
         f"{counted(result['prompts'], 'prompt')} x {counted(result['images_per_prompt'], 'image')}, "
         f"{counted(result['steps'], 'step')}, in {result['seconds']:.0f} s; errors are over prompts; "
-        "wins are of images over the base's of the same noise",
+        "wins are of images over the base's of the same noise, ties half",
         format_table(["", "mean", "std error", "95 % from", "to", "wins"], rows),
     ]
     if result["tags"]:

@@ -97,6 +97,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         settings |= {"lora_rank": cfg.model.lora.rank, "lora_alpha": cfg.model.lora.alpha}
     if cfg.base_weights != "bfloat16":
         settings["base_weights"] = cfg.base_weights
+    settings["solver"] = cfg.model.solver
     precision = state.get("precision_backend", "nvfp4")
     grid = run / "samples" / f"grid_{done:06d}.png"
     if grid.is_file():

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import solrl_lightning.conf
 from solrl_lightning.cli import config
-from solrl_lightning.cli.config import ConfigTree, application_config, check_names
+from solrl_lightning.cli.config import ConfigTree, application_config, check_choices, check_names
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 
@@ -384,6 +384,30 @@ def test_every_preset_of_the_paper_composes(model: str, reward: str, family: str
     assert (cfg.optimizer.lr, options.lora.rank, options.lora.alpha) == (3e-4, 32, 64)
     assert list(Run.of(cfg).reward.members) == [reward]
     assert cfg.family.regenerate.steps == 10
+
+
+@pytest.mark.parametrize("line", ["/family: race", "family: race", "override family: race"])
+def test_a_family_in_the_defaults_of_an_experiment_needs_an_override_with_a_slash(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text(f"# @package _global_\ndefaults: [{{{line}}}]\n")
+    fix = r"In the defaults list of an experiment write `- override /family: <option>`\."
+    with ConfigTree(config_dir=str(tmp_path)) as tree, pytest.raises(UserError) as error:
+        tree.compose(["experiment=mine"])
+    assert re.fullmatch(rf"[^.]+\.( No match in the defaults list\.)? {fix}", str(error.value))
+    file.write_text("# @package _global_\ndefaults: [{override /family: race}]\n")
+    with ConfigTree(config_dir=str(tmp_path)) as tree:
+        assert tree.compose(["experiment=mine"]).hydra.runtime.choices.family == "race"
+
+
+@pytest.mark.parametrize("group", ["reward", "objective", "callbacks", "old_policy"])
+def test_a_group_with_nothing_below_it_is_an_error(tmp_path: Path, group: str) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{group}:\n")
+    with ConfigTree(config_dir=str(tmp_path)) as tree:
+        with pytest.raises(UserError, match=f"{group}=null is invalid: it must be a group of keys. Leave it out for"):
+            check_choices(tree.compose(["experiment=mine"]))
+        check_choices(tree.compose([]))
 
 
 def test_defaults_that_include_themselves_are_an_error(tmp_path: Path) -> None:

@@ -1196,9 +1196,12 @@ def test_command_without_an_output_runs(forks: Forks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--resolve", "ValueError: The --resolve flag can only be used in conjunction with --cfg or --help."),
+        ("--resolve", "ValueError in hydra: The --resolve flag can only be used in conjunction with --cfg or"),
         ("hydra.verbose=5", "hydra.verbose=5 is invalid: it must be true, false, or the name of a logger"),
-        ("-m hydra.sweeper.max_batch_size=0", "Hydra cannot use this command line: AssertionError. Correct the value"),
+        (
+            "-m hydra.sweeper.max_batch_size=0",
+            "cannot use this command line: AssertionError in hydra. Correct the value",
+        ),
         ("--seed=3", "--seed=3 is no flag (--hydra-help lists them), and an option has no dashes. Write seed=3, if "),
         ("--local-rank=0", "an option has no dashes. Start the command by torchrun, which adds"),
         ("seed=3 --prompts-per-iteration 4", "Write prompts_per_iteration=<value>, if --help has that key."),

@@ -340,8 +340,8 @@ def test_rank_that_loses_another_says_so_in_a_line(tmp_path: Path, capsys: pytes
         (
             "import random\n\ndef sweep():\n    random.sample([1], 2)\n",
             "larger than population",
-            "Hydra cannot use this command line: ValueError: Sample larger than population or is negative. Correct the "
-            "value or the hydra.* option that causes it.",
+            "Hydra cannot use this command line: ValueError in hydra_plugins: Sample larger than population or is "
+            "negative. Correct the value or the hydra.* option that causes it.",
         ),
     ],
     ids=["that cannot be imported", "that does not take an option"],

@@ -33,6 +33,15 @@ class Redness(Reward):
 '''
 
 
+PLAIN = """from dataclasses import dataclass
+from solrl_lightning.objectives.nft import NFT
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(NFT):
+    other: int = 1
+"""
+
+
 def test_help_of_a_group_describes_the_options_that_no_file_names(command: Command) -> None:
     result = command("--help", "family", "family=sol_rl", "family.pool=48")
     assert result.status == 0
@@ -54,7 +63,7 @@ def test_help_describes_callbacks_and_a_reward_of_the_users_own(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "help_redness.py").write_text(OWN)
+    (tmp_path / "help_redness.py").write_text(f"{OWN}\n\n{PLAIN}")
     (tmp_path / "mine/reward").mkdir(parents=True)
     (tmp_path / "mine/reward/redness.yaml").write_text(
         "# @package reward\nredness: { _target_: help_redness.Redness, weight: 2.0 }\n"
@@ -64,6 +73,10 @@ def test_help_describes_callbacks_and_a_reward_of_the_users_own(
     assert "reward.redness: help_redness.Redness\n    Scores red.\nreward.redness.weight=2.0\n    in the reward" in out
     assert "redness.device" not in out
     assert "reward.redness.least=0.5\n    redness that scores 0, at most 1.\n" in out
+    out = command("--help", "objective", "objective._target_=help_redness.Plain").out
+    assert "objective: help_redness.Plain\nobjective." in out, (
+        "its docstring is only a signature"
+    )
 
 
 def test_help_shows_the_files_of_experiments(command: Command, tmp_path: Path) -> None:

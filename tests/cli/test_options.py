@@ -88,6 +88,7 @@ model.lora.target_modules=[1]    | model.lora.target_modules.0=1 is invalid: it 
 +model.ful_steps=8               | reads that key, and it resembles one. Did you mean full_steps? If it is a key of your
 reward.combine=mean              | it must be one of sum, gdpo
 +logger._target_=a.B             | logger._target_=a.B is invalid: it must be a group of keys with a _target_
++reward.clipscore.weight=0       | Choose it, too, with reward=[...,clipscore], or leave its keys out with ~reward.clips
 reward.shapes=0.5                | it must have a _target_ and a weight. Set reward.shapes.weight=0.5.
 +reward.mean={_target_:a.B,weight:1} | a metric of this program has that name. Choose another name for the reward.
 reward.shapes.weight=null        | 0 for a reward that is only evaluated. Set reward.shapes.weight=1.

@@ -207,6 +207,7 @@ def card_of(
     iterations: int = 40,
     edits: bool = False,
     averaged: bool = True,
+    solver: str = "dpm2",
     **call: int,
 ) -> str:
     return model_card(
@@ -226,7 +227,7 @@ def card_of(
         scheduler_shift=None,
         custom=None,
         began_as="style.safetensors",
-        settings={"model": "flux1", "reward": "pickscore", "family": "a|b", "objective": "nft"},
+        settings={"model": "flux1", "reward": "pickscore", "family": "a|b", "objective": "nft", "solver": solver},
         picture="images/base_and_trained.png",
         name="me/flux-pickscore",
     )
@@ -242,6 +243,7 @@ def test_card_has_the_results_of_its_checkpoint_and_the_base_with_its_licence() 
     assert 'pipe.load_lora_weights("me/flux-pickscore", subfolder="lora_ema"' in text
     assert "iterations: 40 on NVIDIA H100" in text and "images/base_and_trained.png" in text
     assert "custom class" not in text and "a&#124;b" in text
+    assert "this code takes Euler steps at the same noise levels" in text
     assert "began as the LoRA `style.safetensors`, so its licence applies" in text
 
 
@@ -264,7 +266,8 @@ def test_card_of_an_open_and_of_an_unknown_base() -> None:
     assert ModelCard(text).data.pipeline_tag == "image-to-image" and "from diffusers.utils import load_image\n" in text
     assert 'pipe(image=load_image("<square image>"), prompt="an instruction", num_inference_steps=28).images[0]' in text
     assert "`lora_ema` is the average of the trained adapter" in text
-    assert "`lora_ema` and `lora_trained` are the same" in card_of("Qwen/Qwen-Image", averaged=False)
+    text = card_of("Qwen/Qwen-Image", averaged=False, solver="euler")
+    assert "`lora_ema` and `lora_trained` are the same" in text and "Euler steps" not in text
     text = card_of("someone/other", iterations=41)
     assert ModelCard(text).data.license is None
     assert "no evaluation before training that compares with one after 41 iterations" in text and "22.0000" not in text
