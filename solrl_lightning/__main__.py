@@ -236,6 +236,8 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
     if isinstance(arguments, str):
         raise UserError(f"main({arguments!r}) is invalid: it takes a list. Write main({arguments.split()}).")
     flags = _flags(arguments)
+    if flags.version:
+        print(f"solrl_lightning {solrl_lightning.__version__}")  # Hydra adds its own
     if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}
     # Hydra reports other mistakes in its flags itself, when it runs.
@@ -436,7 +438,8 @@ def _named(overrides: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{overrides}: {error}" if overrides else str(error)) from error
+        is_named = not overrides or str(error).startswith(overrides)
+        raise UserError(str(error) if is_named else f"{overrides}: {error}") from error
 
 
 def _print_first(*lines: str) -> None:

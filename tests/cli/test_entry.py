@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hydra
 import pytest
 import torch
 from diffusers.quantizers.torchao import torchao_quantizer
@@ -1191,6 +1192,19 @@ def test_command_without_an_output_runs(forks: Forks, tmp_path: Path) -> None:
         ended = forks.run(tmp_path, *SMALL, f"hydra.run.dir={target}", target=f"cli/closed_output:{target}")
         assert ended.status == 0 and "Traceback" not in ended.output, ended.output
         assert (tmp_path / target / "summary.json").is_file()
+
+
+def test_version_is_printed_beside_the_version_of_hydra(command: Command) -> None:
+    ended = command("--version")
+    assert (ended.status, ended.out) == (
+        0,
+        f"solrl_lightning {solrl_lightning.__version__}\nHydra {hydra.__version__}\n",
+    )
+
+
+def test_value_of_a_sweep_is_named_once(command: Command) -> None:
+    (line,) = command("-m", "optimizer.lr=0.1,-1").err.splitlines()
+    assert line.startswith("error: optimizer.lr=-1 is invalid: it must be a finite number above 0.")
 
 
 @pytest.mark.parametrize(

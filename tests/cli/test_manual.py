@@ -74,9 +74,7 @@ def test_help_describes_callbacks_and_a_reward_of_the_users_own(
     assert "redness.device" not in out
     assert "reward.redness.least=0.5\n    redness that scores 0, at most 1.\n" in out
     out = command("--help", "objective", "objective._target_=help_redness.Plain").out
-    assert "objective: help_redness.Plain\nobjective." in out, (
-        "its docstring is only a signature"
-    )
+    assert "objective: help_redness.Plain\nobjective." in out, "its docstring is only a signature"
 
 
 def test_help_shows_the_files_of_experiments(command: Command, tmp_path: Path) -> None:
