@@ -7,12 +7,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from omegaconf import OmegaConf
 from PIL import Image
@@ -118,10 +119,14 @@ class Page(NamedTuple):
 
 def render(page: Page) -> bytes:
     """Return the page as UTF-8; all text in it is escaped."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((files("solrl_lightning") / "assets" / "report.html.jinja").read_text())
     origin = f"solrl_lightning {__version__}, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
-    return template.render(page=page, origin=origin, svg=Markup).encode()
+    return _template().render(page=page, origin=origin, svg=Markup).encode()
+
+
+@cache  # a sweep writes many
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string((files("solrl_lightning") / "assets" / "report.html.jinja").read_text())
 
 
 # A run
