@@ -9,6 +9,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
+from importlib import import_module
 from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -71,6 +72,7 @@ def locate(key: str, node: Any) -> Callable[..., Any]:
     name = node["_target_"]
     cause: Exception | None = None
     try:
+        _import_module_of(str(name))
         target = resolve_name(str(name))
         reason = f"{target!r} cannot be called"
         _ = callable(target) and inspect.signature(target)  # classes of C may have none
@@ -82,6 +84,15 @@ def locate(key: str, node: Any) -> Callable[..., Any]:
             reason, fix = f"{reason}, in {place}", "Correct its module, or install what that imports."
         raise UserError(f"{key}: {name} could not be made: {reason}. {fix}") from cause
     return target
+
+
+def _import_module_of(name: str) -> None:
+    """Import the module of a class or function; resolve_name takes an ImportError in it for a missing attribute."""
+    try:
+        import_module(name.rpartition(".")[0] or name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise
 
 
 def _in_a_module(error: Exception) -> str:

@@ -93,6 +93,10 @@ ERRORS = {  # maker -> arguments and message
             "objective._target_=lacking.loss",
             "lacking.loss .* named 'nowhere_else', in .*lacking.py, line 1. Correct its",
         ),
+        (
+            "objective._target_=mine.part.loss",
+            "part.loss .* import name 'Nowhere' from 'torch' .*, in .*part.py, line 1. Correct its",
+        ),
     ],
     "trainer": [
         (f"logger.tensorboard._target_={CSV}", "that key. CSV.* takes .* with ~logger.tensorboard.default_hp"),
@@ -146,6 +150,8 @@ def test_error_names_a_part_that_cannot_be_made(
 ) -> None:
     (tmp_path / "lacking.py").write_text("import nowhere_else\n")
     (tmp_path / "mistaken.py").write_text("\ndef loss(images: Tensor): ...\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "part.py").write_text("from torch import Nowhere\n")
     imports = "from torch.nn import Module\nfrom solrl_lightning.rewards.base import Reward"
     (tmp_path / "modular.py").write_text(f"{imports}\n\nclass Mine(Module, Reward): ...\n")
     monkeypatch.syspath_prepend(tmp_path)

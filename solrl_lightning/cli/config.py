@@ -185,6 +185,10 @@ class ConfigTree:
         if value.startswith("{") and self._reads(inside := f"{key}={self._quoted_within(value)}"):
             with_quotes = inside
             texts = [match[1] for match in re.finditer(_IN_MAPPING, value) if match[0] not in inside]
+        if call := re.fullmatch(r"(\w+)\((.*)\)", value):  # glob, choice
+            named = [part.rpartition("=") for part in call[2].split(",")]
+            within = ",".join(f'{name}{equals}"{text}"' for name, equals, text in named)
+            with_quotes = inside if self._reads(inside := f"{key}={call[1]}({within})") else with_quotes
         if (without := re.sub(r"\s*([=,:\[\]{}])\s*", r"\1", argument).strip(",")) != argument and self._reads(without):
             reason = "the shell has split it at a space" if is_split else "it has a comma or space too many"
             return f"Cannot read {argument!r}: {reason}. Write {shlex.quote(without)}."

@@ -2,24 +2,30 @@
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 from solrl_lightning.artifacts.formatting import shell_quoted
 from solrl_lightning.errors import UserError
 
 _PACKAGES = (
     "torch torchvision lightning diffusers transformers peft torchmetrics tensorboard safetensors datasets pyarrow "
-    "open_clip huggingface_hub numpy PIL matplotlib jinja2 tqdm pydantic urllib3 torchao ray mlflow wandb"
+    "open_clip huggingface_hub numpy scipy PIL matplotlib jinja2 tqdm pydantic urllib3 torchao ray mlflow wandb "
+    "tokenizers accelerate fastapi uvicorn rapidocr onnxruntime"
 ).split()
 
 
 def check_not_hidden() -> None:
-    """Raise UserError for a file that Python would import in place of a package, as from the working directory."""
+    """Raise UserError for what Python would import in place of a package: a file, or a folder of the working directory.
+
+    A package may lie in a folder of PYTHONPATH.
+    """
     for package in _PACKAGES:
         spec = None if package in sys.modules else find_spec(package)
-        if spec is not None and spec.origin is not None and spec.submodule_search_locations is None:
-            raise UserError(
-                f"{spec.origin} is invalid: Python imports it in place of the package {package}. Rename it."
-            )
+        if spec is None or spec.origin is None:  # None for a folder without __init__.py
+            continue
+        place = Path(spec.origin) if spec.submodule_search_locations is None else Path(spec.origin).parent
+        if place.is_file() or place.parent == Path.cwd():
+            raise UserError(f"{place} is invalid: Python imports it in place of the package {package}. Rename it.")
 
 
 def is_installed(package: str) -> bool:

@@ -369,6 +369,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("'reward.vlm.answers={yes:~,no:0}'", "survive the shell: 'reward.vlm.answers={yes:null,no:0}'."),
         ("'model.lora.target_modules=[to_q'", "each [ needs a ], or the whole text quotes."),
         ("~optimizer.lr", "optimizer.lr, which is missing. Leave out what removes it, or give "),
+        ("'family=glob([pr]*,exclude=pre*)'", 'survive the shell: \'family=glob("[pr]*",exclude="pre*")\'.'),
         ("task.runs=[ab]*", "A text with '[' needs quotes that survive the shell: 'task.runs=\"[ab]*\"'."),
         ("'data.train=a b=c'", "A text with '=' needs quotes that survive the shell: 'data.train=\"a b=c\"'."),
         ("iterations..x=3", "Cannot read 'iterations..x=3': its key must be names with dots between them"),

@@ -21,3 +21,9 @@ def test_a_file_of_the_name_of_a_package_is_an_error(tmp_path: Path, monkeypatch
     (tmp_path / "peft.py").touch()
     with pytest.raises(UserError, match=r"peft\.py is invalid: .* in place of the package peft\. Rename it\."):
         check_not_hidden()
+    (tmp_path / "peft.py").unlink()
+    (tmp_path / "peft" / "__init__.py").touch()
+    check_not_hidden()  # in a folder of PYTHONPATH, as of its developer
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"{tmp_path}/peft is invalid: .* in place of the package peft. Rename it."):
+        check_not_hidden()
