@@ -180,7 +180,8 @@ class ConfigTree:
                 return f"Cannot read {argument!r}: each {opening} needs a {closing}, or the whole text quotes."
         is_list = value.startswith("[") and value.endswith("]")
         texts = [text.strip().strip("'\"") for text in (value.strip("[]").split(",") if is_list else [value])]
-        quoted = ",".join('"{}"'.format(os.path.expanduser(text).replace('"', '\\"')) for text in texts)
+        escapes = "'" if "${" in value else '\\"'  # OmegaConf reads what is within an interpolation once more
+        quoted = ",".join('"{}"'.format(os.path.expanduser(text).replace('"', escapes)) for text in texts)
         with_quotes = f"{key}=[{quoted}]" if is_list else f"{key}={quoted}"
         if value.startswith("{") and self._reads(inside := f"{key}={self._quoted_within(value)}"):
             with_quotes = inside

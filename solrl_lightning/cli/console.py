@@ -58,6 +58,9 @@ def first_lines(error: Exception) -> str:
     if match := _NO_KEY.search(text):
         key = getattr(error, "full_key", None) or "an option"
         return f"{key} has the value of {match[1]}, which is missing. Leave out what removes it, or give {key} a value."
+    if text.startswith("GrammarParseError raised while") and (key := getattr(error, "full_key", None)):
+        rule = "the text that its ${...} gives, as of a variable of the environment, must be a value and not empty"
+        return f"{key} is invalid: {rule}. Correct that text."
     if text.startswith("Error merging override") and error.__cause__ is not None:
         text += f": {error.__cause__}"
     text, _, _ = text.partition(" To override a value use")  # in an experiment, that line needs a slash

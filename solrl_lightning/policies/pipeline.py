@@ -458,12 +458,14 @@ class PipelineAdapter(ABC):
         """Write a LoRA that plain diffusers loads with ``pipe.load_lora_weights(folder)``.
 
         The factor alpha / r is multiplied into B, and alpha in the metadata is r, so programs that do not read the
-        metadata add the same update. It has no other settings: an older peft refuses those that it does not know.
+        metadata add the same update. It has no other settings than diffusers 0.34 and 0.35 read: an older peft refuses
+        those that it does not know.
         """
         scale = config.lora_alpha / config.r
         folded = {name: value * scale if ".lora_B." in name else value for name, value in state.items()}
         modules = sorted(config.target_modules or ())  # peft keeps a set
         settings = {"r": config.r, "lora_alpha": config.r, "target_modules": modules}
+        settings |= {"rank_pattern": {}, "alpha_pattern": {}}
         text = json.dumps({f"transformer.{key}": value for key, value in settings.items()}, indent=2)
         content = save(self.named_in_files(folded), {"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
         with written_whole(folder) as part:  # in order, as a mount of an object store needs: `save_file` is not

@@ -371,6 +371,11 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("~optimizer.lr", "optimizer.lr, which is missing. Leave out what removes it, or give "),
         ("'family=glob([pr]*,exclude=pre*)'", 'survive the shell: \'family=glob("[pr]*",exclude="pre*")\'.'),
         ("task.runs=[ab]*", "A text with '[' needs quotes that survive the shell: 'task.runs=\"[ab]*\"'."),
+        (
+            "'seed=${oc.decode:${oc.env:NOPE,\"[1,2]\"}}'",
+            """survive the shell: 'seed="${oc.decode:${oc.env:NOPE,'"'"'[1,2]'"'"'}}"'.""",
+        ),
+        ('"seed=\\"${oc.decode:\'[\'}\\""', "seed is invalid: the text that its ${...} gives"),
         ("'data.train=a b=c'", "A text with '=' needs quotes that survive the shell: 'data.train=\"a b=c\"'."),
         ("iterations..x=3", "Cannot read 'iterations..x=3': its key must be names with dots between them"),
         ("''=1", "Cannot read '=1': its key must be names"),
