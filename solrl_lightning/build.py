@@ -290,6 +290,12 @@ def build_training(cfg: Run, prompts: PromptSets, trainer: Trainer) -> tuple[Sol
     Raises:
         UserError: a part is invalid; a reward or a prompt before the model is loaded, an objective before it samples.
     """
+    if cfg.prompts_per_iteration < trainer.world_size:
+        raise UserError(
+            f"prompts_per_iteration={cfg.prompts_per_iteration} is invalid: every device needs at least one prompt; "
+            f"there are {trainer.world_size} devices. Use prompts_per_iteration={trainer.world_size}, or lower "
+            "trainer.devices."
+        )
     device, objective = trainer.strategy.root_device, build_objective(cfg.objective)
     rewards = build_tried_rewards(cfg.reward, cfg.model, prompts, device)
     if cfg.model.gradient_checkpointing == AUTO:  # by the memory beside the rewards

@@ -67,9 +67,6 @@ class ExploreTrainLoop(_FitLoop):
         seed: seed of the candidates.
         evaluate_every: iterations between evaluations; auto: 20, or so many that they take a twentieth of the passes.
         max_seconds: of training, as in ``cost``; the run ends at the end of the iteration that reaches them.
-
-    Raises:
-        UserError: there are fewer prompts per iteration than ranks.
     """
 
     def __init__(
@@ -87,12 +84,6 @@ class ExploreTrainLoop(_FitLoop):
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
         self.epoch_loop = trainer.fit_loop.epoch_loop  # has the Trainer's min_steps
-        if schedule.per_iteration < trainer.world_size:
-            raise UserError(
-                f"prompts_per_iteration={schedule.per_iteration} is invalid: every device needs at least one prompt; "
-                f"there are {trainer.world_size} devices. Use prompts_per_iteration={trainer.world_size}, or lower "
-                "trainer.devices."
-            )
         self.schedule, self.pool, self.seed = schedule, pool, seed
         self.stages = stages
         self.objective, self.max_seconds = objective, max_seconds

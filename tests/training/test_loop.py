@@ -719,7 +719,8 @@ def test_nan_loss_stops_run_before_optimizer_step(tmp_path: Path) -> None:
     assert run.trainer.global_step == 0
 
 
-def test_more_devices_than_prompts_raises(tmp_path: Path) -> None:
+def test_more_devices_than_prompts_are_an_error_before_rewards_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("solrl_lightning.build.build_tried_rewards", None)
     cfg = composed("prompts_per_iteration=1")
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="prompts_per_iteration=.* is invalid: every device needs at least one prompt"):
