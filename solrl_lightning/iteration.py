@@ -20,6 +20,7 @@ from solrl_lightning.build import build_model, build_objective, build_rewards
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.data.prompt import identities
 from solrl_lightning.data.prompts import PromptSchedule
+from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Rollouts
@@ -32,6 +33,8 @@ from solrl_lightning.training.module import SolRLModule
 
 def train(cfg: Run, device: torch.device) -> SolRLModule:
     """Train from the base model, and return the module with the trained weights."""
+    if cfg.ckpt is not None:
+        raise UserError(f"ckpt={cfg.ckpt} is invalid: this program begins anew. Resume with python -m solrl_lightning.")
     objective, rewards = build_objective(cfg.objective), build_rewards(cfg.reward, cfg.model.frames, device)
     # Build the samplers `policy` and `merged`, and a shadow if a stage names it (cfg.samplers).
     module = build_model(cfg, device, cfg.samplers, rewards, objective=objective)
@@ -95,6 +98,9 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
 
 
 if __name__ == "__main__":
-    with ConfigTree() as tree:
-        cfg = Run.of(application_config(tree.compose(tree.completed(sys.argv[1:])), "run"))
-    train(cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        with ConfigTree() as tree:
+            cfg = Run.of(application_config(tree.compose(tree.completed(sys.argv[1:])), "run"))
+        train(cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except UserError as error:
+        sys.exit(f"error: {error}")

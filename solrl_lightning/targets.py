@@ -77,7 +77,11 @@ def locate(key: str, node: Any) -> Callable[..., Any]:
         reason = f"{target!r} cannot be called"
         _ = callable(target) and inspect.signature(target)  # classes of C may have none
     except Exception as error:  # of a custom module, any
-        target, reason, cause = None, sentence(error).rstrip("."), error
+        target, cause = None, error
+        last: BaseException = error
+        while last.__cause__ is not None:  # of a library that imports lazily, the last one has the reason
+            last = last.__cause__
+        reason = sentence(last).rstrip(".")
     if not callable(target):
         fix = "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
         if cause is not None and (place := _in_a_module(cause)):

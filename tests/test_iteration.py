@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from solrl_lightning import iteration
-from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.tasks.train import train
 
@@ -48,7 +47,8 @@ def test_the_page_trains_the_weights_that_the_command_trains(
     assert all(torch.equal(value, of_page[name]) for name, value in state.items())
 
 
-def test_the_page_takes_an_option_that_is_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [iteration.__file__, "experiment=smoke", "family.explore.stop_below=5"])
-    with pytest.raises(UserError, match="family.explore.stop_below=5 is invalid"):
+@pytest.mark.parametrize("option", ["family.explore.stop_below=5", "ckpt=last"])
+def test_the_page_takes_an_option_that_is_in_no_file(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    monkeypatch.setattr(sys, "argv", [iteration.__file__, "experiment=smoke", option])
+    with pytest.raises(SystemExit, match=f"^error: {option} is invalid"):
         runpy.run_path(iteration.__file__, run_name="__main__")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from solrl_lightning.artifacts.formatting import shell_quoted
 from solrl_lightning.errors import UserError, sentence
 
 _POINTER = b"version https://git-lfs"
@@ -79,7 +80,7 @@ def create_repository(name: str) -> None:
     """Create a private repository on the hub unless it exists. Raises ``UserError`` if the hub refuses."""
     import huggingface_hub
 
-    with _refused(name):
+    with _refused(name, "Then give the same command again"):
         huggingface_hub.create_repo(name, private=True, exist_ok=True)
 
 
@@ -89,20 +90,23 @@ def upload(name: str, folder: Path, entries: Sequence[str]) -> str:
     from huggingface_hub import constants
 
     patterns = [pattern for entry in entries for pattern in (entry, f"{entry}/*")]
-    with _refused(name):
+    include = " ".join(f"--include {shell_quoted(pattern)}" for pattern in patterns)
+    with _refused(name, f"{folder} is whole. Then run hf upload {name} {shell_quoted(str(folder))} . {include}"):
         message = "Weights and model card by solrl_lightning"
         huggingface_hub.upload_folder(repo_id=name, folder_path=folder, allow_patterns=patterns, commit_message=message)
     return f"{constants.ENDPOINT}/{name}"
 
 
 @contextmanager
-def _refused(name: str) -> Iterator[None]:
+def _refused(name: str, again: str) -> Iterator[None]:
     from huggingface_hub import errors
 
     try:
         yield
-    except (OSError, errors.HTTPError, errors.HFValidationError) as error:
-        raise UserError(
-            f"task.push={name} failed: {sentence(error)} Log in with `hf auth login`; `hf auth whoami` says whether "
-            "the token may write there. Then give the same command again."
-        ) from error
+    except (OSError, ValueError, errors.HTTPError) as error:  # ValueErrors about the name, or what the hub answered
+        reason, fix = sentence(error), ""
+        if isinstance(error, errors.HfHubHTTPError):
+            reason += f" {error.server_message.rstrip('.')}." if error.server_message else ""
+            if error.response.status_code in (401, 403, 404):
+                fix = " Log in with `hf auth login`; `hf auth whoami` says whether the token may write there."
+        raise UserError(f"task.push={name} failed: {reason}{fix} {again}.") from error

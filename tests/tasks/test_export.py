@@ -288,8 +288,13 @@ def test_upload_sends_the_weights_and_the_card_only(
         names = {name.partition("/")[0] for name in hub.uploaded}
         assert names == {"lora_ema", "lora_trained", "transformer", "README.md"}
         hub.refusal = 403, "Forbidden"
-        with pytest.raises(UserError, match=f"task.push={REPOSITORY} failed: 403 .*hf auth whoami"):
+        with pytest.raises(UserError, match=f"task.push={REPOSITORY} failed: 403 .*hf auth whoami.* the same command"):
             create_repository(REPOSITORY)
+        hub.refusal = 413, "the quota of storage is used up"
+        with pytest.raises(UserError, match="failed: .*413 .*quota of storage is used up[.] /.* is whole[.]") as error:
+            upload(REPOSITORY, exact.folder, ["README.md"])
+        command = f"hf upload {REPOSITORY} {exact.folder} . --include README.md --include 'README.md/*'"
+        assert str(error.value).endswith(f" Then run {command}.") and "log in" not in str(error.value).lower()
 
 
 def test_upload_without_a_token_or_offline_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
