@@ -1,6 +1,7 @@
 """The packages that Python finds. Imports no torch: command lines are checked with it."""
 
 import sys
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def check_not_hidden() -> None:
         if spec is None or spec.origin is None:  # None for a folder without __init__.py
             continue
         place = Path(spec.origin) if spec.submodule_search_locations is None else Path(spec.origin).parent
-        if place.is_file() or place.parent == Path.cwd():
+        elsewhere = [path for path in sys.path if Path(path).absolute() != place.parent]
+        if place.is_file() or (place.parent == Path.cwd() and PathFinder.find_spec(package, elsewhere)):
             raise UserError(f"{place} is invalid: Python imports it in place of the package {package}. Rename it.")
 
 

@@ -458,7 +458,7 @@ class PipelineAdapter(ABC):
         """Write a LoRA that plain diffusers loads with ``pipe.load_lora_weights(folder)``.
 
         The factor alpha / r is multiplied into B, and alpha in the metadata is r, so programs that do not read the
-        metadata add the same update. It has no other settings than diffusers 0.34 and 0.35 read: an older peft refuses
+        metadata add the same update. It has no other settings than diffusers 0.34 to 0.38 read: an older peft refuses
         those that it does not know.
         """
         scale = config.lora_alpha / config.r

@@ -18,8 +18,6 @@ from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.schedulers import FLOW_MATCHING
 
-_SIZES = "model.max_sequence_length", "model.resolution", "model.resolution"  # that decide positions on each axis
-
 
 class ZImage(PipelineAdapter):
     """Adapter of ``ZImagePipeline``; arguments are as in `PipelineAdapter`.
@@ -37,12 +35,14 @@ class ZImage(PipelineAdapter):
         super().__init__(pretrained, resolution, max_sequence_length, **others)
         self.transformer.__class__ = FixedLengthTransformer
         self.transformer.caption_tokens = max_sequence_length + -max_sequence_length % SEQ_MULTI_OF
-        # The caption's positions begin at 1, and the image has the next one on the same axis.
-        positions = (self.transformer.caption_tokens + 2, *(size // 2 for size in self.latent_shape[-2:]))
-        for key, needed, most in zip(_SIZES, positions, self.transformer.config.axes_lens, strict=True):
-            if needed > most:
-                rule = f"it needs {needed} positions of the transformer's {most} (axes_lens)"
-                raise UserError(f"{key} is invalid: {rule}. Set a smaller one.")
+        positions, side, _ = self.transformer.config.axes_lens
+        longest = (positions - 2) // SEQ_MULTI_OF * SEQ_MULTI_OF  # a caption begins at 1, and the image follows it
+        sizes = {"model.max_sequence_length": (max_sequence_length, longest)}
+        sizes |= {"model.resolution": (resolution, side * self.pixels_per_token)}
+        for key, (size, most) in sizes.items():
+            if size > most:
+                rule = f"the positions of the transformer (axes_lens) end at {most}"
+                raise UserError(f"{key}={size} is invalid: {rule}. Set {key}={most}.")
 
     @property
     def call_options(self) -> dict[str, Any]:

@@ -292,7 +292,7 @@ def test_a_saved_lora_resumes_the_policy_and_needs_no_header(files: Files, tmp_p
     with safe_open(tmp_path / LORA_FILES[0], framework="pt") as opened:
         header = json.loads(opened.metadata()["lora_adapter_metadata"])
     settings = {"r", "lora_alpha", "target_modules"}  # an older peft refuses any that it does not know
-    settings |= {"rank_pattern", "alpha_pattern"}  # which diffusers 0.34 and 0.35 read
+    settings |= {"rank_pattern", "alpha_pattern"}  # which diffusers 0.34 to 0.38 read
     assert header.keys() == {f"transformer.{name}" for name in settings}
     tensors = load_file(tmp_path / LORA_FILES[0])
     save_file(tensors, tmp_path / "bare.safetensors")
