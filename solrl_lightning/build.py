@@ -417,8 +417,8 @@ def policy_on_meta(node: Mapping[str, Any]) -> PipelineAdapter:
     sizes = f"model.resolution={node['resolution']} and model.max_sequence_length={node['max_sequence_length']}"
     with reading(f"{folder} is invalid", node["_target_"]):
         policy: PipelineAdapter = make("model.policy", node, weights="random", embeddings=None, device="meta")
-    again = "Download or save it again, whole, or set smaller sizes."
-    with reading(f"{folder} with {sizes} is invalid", node["_target_"], again):
+    fix = "Download or save it again, whole, or set smaller sizes."
+    with reading(f"{folder} with {sizes} is invalid", node["_target_"], fix):
         policy.try_out()
     return policy
 

@@ -75,6 +75,14 @@ class CheckFailed(RuntimeError):
     """Faults found by a task that completed; its report lists them, the message counts them."""
 
 
+def causes_of(error: BaseException) -> list[BaseException]:
+    """Return ``error``, what it was raised from, and so on; the last one is the reason."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    return causes
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocator of Python, torch or oneDNN raised the error."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch

@@ -20,16 +20,9 @@ from hydra.utils import instantiate
 from pydantic import Field, ValidationError, create_model
 from typing_extensions import is_typeddict
 
-from solrl_lightning.errors import UserError, did_you_mean, is_of_machine, nearest, sentence
+from solrl_lightning.errors import UserError, causes_of, did_you_mean, is_of_machine, nearest, sentence
 from solrl_lightning.names import is_packaged
 from solrl_lightning.options.rules import DEFAULT, Group, explain, written
-
-
-class _Arguments(Group):
-    """Those of a class or function, which may have a use for an empty text, as loggers have for ``version``."""
-
-    takes_empty = True
-
 
 _LISTED = 15  # options of a class in an error
 _PLAIN = {bool, int, float, str, NoneType, list}
@@ -77,11 +70,7 @@ def locate(key: str, node: Any) -> Callable[..., Any]:
         reason = f"{target!r} cannot be called"
         _ = callable(target) and inspect.signature(target)  # classes of C may have none
     except Exception as error:  # of a custom module, any
-        target, cause = None, error
-        last: BaseException = error
-        while last.__cause__ is not None:  # of a library that imports lazily, the last one has the reason
-            last = last.__cause__
-        reason = sentence(last).rstrip(".")
+        target, reason, cause = None, sentence(causes_of(error)[-1]).rstrip("."), error
     if not callable(target):
         fix = "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
         if cause is not None and (place := _in_a_module(cause)):
@@ -201,6 +190,12 @@ def _model_of(target: Callable[..., Any], names: tuple[str, ...]) -> type[Group]
     """Return a model of these parameters."""
     fields, _ = _fields(target)
     return _model({name: fields[name] for name in names})
+
+
+class _Arguments(Group):
+    """Those of a class or function, which may have a use for an empty text, as loggers have for ``version``."""
+
+    takes_empty = True
 
 
 def _model(fields: Mapping[str, tuple[Any, bool]]) -> type[Group]:

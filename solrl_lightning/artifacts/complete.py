@@ -16,6 +16,7 @@ from solrl_lightning.errors import (
     ServerError,
     UserError,
     WriteError,
+    causes_of,
     is_of_machine,
     sentence,
 )
@@ -34,9 +35,7 @@ def reading(named: str, by: str = "solrl_lightning", fix: str = "Download or sav
     try:
         yield
     except Exception as error:
-        causes: list[BaseException] = [error]
-        while (cause := causes[-1].__cause__) is not None:
-            causes.append(cause)
+        causes = causes_of(error)
         if not is_packaged(by) or any(isinstance(each, _PASSING) or is_of_machine(each) for each in causes):
             raise
         if isinstance(causes[-1], ImportError):

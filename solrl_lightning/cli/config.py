@@ -189,7 +189,8 @@ class ConfigTree:
         if call := re.fullmatch(r"(\w+)\((.*)\)", value):  # glob, choice
             named = [part.rpartition("=") for part in call[2].split(",")]
             within = ",".join(f'{name}{equals}"{text}"' for name, equals, text in named)
-            with_quotes = inside if self._reads(inside := f"{key}={call[1]}({within})") else with_quotes
+            if self._reads(with_quotes_within := f"{key}={call[1]}({within})"):
+                with_quotes = with_quotes_within
         if (without := re.sub(r"\s*([=,:\[\]{}])\s*", r"\1", argument).strip(",")) != argument and self._reads(without):
             reason = "the shell has split it at a space" if is_split else "it has a comma or space too many"
             return f"Cannot read {argument!r}: {reason}. Write {shlex.quote(without)}."

@@ -25,6 +25,7 @@ from solrl_lightning.errors import (
     ServerError,
     UserError,
     WriteError,
+    causes_of,
     is_out_of_memory,
     is_out_of_threads,
     sentence,
@@ -103,9 +104,7 @@ def report_error(
     Outside of a job, what Hydra itself raises is about the command line. ``resumable``: ``ckpt=auto`` begins the run
     again.
     """
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
+    causes = causes_of(error)
     failure = next((e for e in causes if isinstance(e, EXPECTED)), None)
     library = next((match[1] for e in causes if (match := _NO_SPACE.search(str(e)))), None)
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY

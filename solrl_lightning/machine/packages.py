@@ -20,13 +20,14 @@ def check_not_hidden() -> None:
 
     A package may lie in a folder of PYTHONPATH.
     """
+    here = Path.cwd()
+    elsewhere = [path for path in sys.path if Path(path).absolute() != here]
     for package in _PACKAGES:
         spec = None if package in sys.modules else find_spec(package)
         if spec is None or spec.origin is None:  # None for a folder without __init__.py
             continue
         place = Path(spec.origin) if spec.submodule_search_locations is None else Path(spec.origin).parent
-        elsewhere = [path for path in sys.path if Path(path).absolute() != place.parent]
-        if place.is_file() or (place.parent == Path.cwd() and PathFinder.find_spec(package, elsewhere)):
+        if place.is_file() or (place.parent == here and PathFinder.find_spec(package, elsewhere)):
             raise UserError(f"{place} is invalid: Python imports it in place of the package {package}. Rename it.")
 
 

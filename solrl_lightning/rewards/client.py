@@ -169,7 +169,7 @@ def answers(ask: Callable[[Question], T], questions: Iterable[Question], concurr
     """Yield what ``ask`` returns for each question, in order; so many of them are asked at the same time.
 
     Raises:
-        ServerError: the run was asked to end, and no answer has come for ten seconds.
+        ServerError: the run was asked to end, and its answers were waited for ten seconds since.
     """
     with ThreadPool(concurrency) as threads:  # daemons, which neither Ctrl-C nor an error waits for
         results, waited = threads.imap(ask, questions), 0
