@@ -20,7 +20,10 @@ def check_not_hidden() -> None:
 
     A package may lie in a folder of PYTHONPATH.
     """
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except FileNotFoundError as error:
+        raise UserError("The working directory was removed. Go to another one with cd <folder>.") from error
     elsewhere = [path for path in sys.path if Path(path).absolute() != here]
     for package in _PACKAGES:
         spec = None if package in sys.modules else find_spec(package)

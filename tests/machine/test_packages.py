@@ -27,5 +27,11 @@ def test_a_file_of_the_name_of_a_package_is_an_error(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path}/peft is invalid: .* in place of the package peft. Rename it."):
         check_not_hidden()
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    with pytest.raises(UserError, match="The working directory was removed. Go to another one with cd <folder>."):
+        check_not_hidden()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # where pip install --target . has put all of them
     check_not_hidden()
