@@ -173,7 +173,8 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
     if not isinstance(loop, dict) or not isinstance(loop.get("state_dict", {}), dict):
         wrong = ["the state of the loop"]
     elif not wrong and (type(done := iterations_done(parts)) is not int or done < 0):
-        wrong = ["the number of iterations"]
+        between = f", {done:g}, as it was saved between two steps of one," if isinstance(done, float) else ""
+        wrong = [f"the number of iterations{between}"]
     if wrong:
         raise UserError(
             f"ckpt={file} is invalid: the checkpoint of a training run has {', '.join(_PARTS)}; in this one "

@@ -340,7 +340,9 @@ class ExploreTrainLoop(_FitLoop):
         return digest(contents(self.schedule.prompts))
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        state = {"iterations_done": self.iterations_done, "stopped": self.trainer.should_stop}
+        between_steps = self._steps_taken % self.plan.optimizer_steps  # a callback of the user's saves there
+        done = self.iterations_taken() if between_steps else self.iterations_done
+        state = {"iterations_done": done, "stopped": self.trainer.should_stop}
         prompts = {"training_prompts": self.digest_of_prompts}
         threads = {"threads": torch.get_num_threads()}
         return super().on_save_checkpoint() | state | prompts | threads | self.cost()

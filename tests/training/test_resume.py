@@ -19,6 +19,8 @@ from torch import Tensor, distributed
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from solrl_lightning.artifacts.files import iterations_done, read_checkpoint
+from solrl_lightning.errors import UserError
 from solrl_lightning.training.sharding import ShardedBase
 
 SHARDS = "trainer=fsdp family=diffusionnft callbacks.sample_grid.every=0"
@@ -148,6 +150,17 @@ def test_a_resume_is_exact(name: str, when: str, straight_of: Callable[[str], St
     assert logged(tmp_path, 0) == logged(straight.folder, 1) != []
     (row, *_), (expected, *_) = (each.module.evaluation.history[::-1] for each in (run, straight.run))
     assert all(row[name] == expected[name] for name in ("iteration", "evaluations", "samples", "shapes"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_no_run_resumes_from_between_two_steps_of_an_iteration(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1, auto_insert_metric_name=False)
+    fit(started(tmp_path, "prefix, two optimiser steps", saver))
+    assert [iterations_done(read_checkpoint(tmp_path / f"{step}.ckpt")) for step in (2, 4)] == [1, 2]
+    for step, done in ((1, "0.5"), (3, "1.5")):
+        message = rf"ckpt=.*{step}.ckpt is invalid.* number of iterations, {done}, as it was saved between two steps"
+        with pytest.raises(UserError, match=message):
+            read_checkpoint(tmp_path / f"{step}.ckpt")
 
 
 def differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
