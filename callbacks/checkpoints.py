@@ -50,7 +50,8 @@ class BestCheckpoint(Checkpoint):
 
     Args:
         dirpath: folder of the checkpoints.
-        monitor: name of a held-out reward; None: the one that is trained on.
+        monitor: name of a held-out reward, the least of which is the best if its weight is negative; None: the one that
+            is trained on.
     """
 
     def __init__(self, dirpath: str, monitor: str | None = None) -> None:
@@ -68,8 +69,9 @@ class BestCheckpoint(Checkpoint):
         row = module.evaluation.history[-1] if module.evaluation.history else {}
         if row.get("iteration") != iteration:
             return
-        reward = row[self.monitor or module.rewards.name]
-        if self.reward is None or reward > self.reward:
+        name = self.monitor or module.rewards.name
+        reward, sign = row[name], module.rewards.sign(name)
+        if self.reward is None or sign * reward > sign * self.reward:
             self.reward, self.iteration = reward, iteration
             trainer.save_checkpoint(self.path, weights_only=False)
 

@@ -90,6 +90,10 @@ class WeightedRewards:
         trained.name = self.name
         return trained
 
+    def sign(self, name: str) -> int:
+        """Return 1, or -1 for a held-out reward of which less is better: one with a negative weight."""
+        return -1 if self.weights.get(name, 0.0) < 0 else 1
+
     @property
     def costs(self) -> dict[str, int]:
         """`Reward.costs` of all rewards, as <reward>_<kind>."""

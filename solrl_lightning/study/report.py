@@ -216,12 +216,14 @@ def tiles(facts: Mapping[str, Any]) -> list[Tile]:
 
 
 def best_text(facts: Mapping[str, Any]) -> str:
-    """Return the iteration of the best evaluation, and the reward before training if it is higher."""
+    """Return the iteration of the best evaluation, and the reward before training if it is better."""
     monitor = facts.get("best_monitor") or facts["reward"]
-    base = facts["other_rewards"].get(monitor, {"base": facts["base_reward"]})["base"]
-    below = facts["best_reward"] is not None and base is not None and facts["best_reward"] < base
+    monitored = facts["other_rewards"].get(monitor, {"base": facts["base_reward"], "weight": 1.0})
+    base, best, sign = monitored["base"], facts["best_reward"], -1 if monitored["weight"] < 0 else 1
+    is_worse = best is not None and base is not None and sign * best < sign * base
     start = f"at iteration {first}" if (first := first_iteration(facts)) else "before training"
-    return f"iteration {facts['best_iteration']}" + (f", below {number(base)} {start}" if below else "")
+    worse = f", {'below' if sign > 0 else 'above'} {number(base)} {start}" if is_worse else ""
+    return f"iteration {facts['best_iteration']}{worse}"
 
 
 def first_iteration(facts: Mapping[str, Any]) -> int:

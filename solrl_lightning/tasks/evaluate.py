@@ -73,7 +73,10 @@ def evaluate(cfg: Run) -> dict[str, Any]:
         means_of(names, of_model.nanmean(1))
 
     def by_reward(rows: Sequence[int]) -> dict[str, dict[str, Any]]:
-        return {name: compare_models(list(weights), scores[:, rows, :, i]) for i, name in enumerate(names)}
+        return {
+            name: compare_models(list(weights), scores[:, rows, :, i], module.rewards.sign(name))
+            for i, name in enumerate(names)
+        }
 
     prompts = module.evaluation.prompts
     kinds: defaultdict[str, list[int]] = defaultdict(list)
@@ -150,9 +153,10 @@ def in_order(ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
     return [row for rows in zip_longest(*ranks) for row in rows if row is not None]
 
 
-def compare_models(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
+def compare_models(models: Sequence[str], scores: Tensor, sign: int = 1) -> dict[str, Any]:
     """Return means of scores [M, P, n] by model and, of two models, difference and win rate of the trained one.
 
+    With ``sign`` -1 the lower score wins.
     All are over the images that every model has a score of, and the prompts with such images.
     """
     paired = scores.isfinite().all(dim=0)  # [P, n]
@@ -160,7 +164,8 @@ def compare_models(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
     result: dict[str, Any] = {name: over_prompts(score)._asdict() for name, score in zip(models, scores, strict=True)}
     if len(scores) > 1:
         base, trained = scores
-        result |= {"difference": over_prompts(trained - base)._asdict(), "win_rate": win_rate(trained, base)}
+        wins = win_rate(sign * trained, sign * base)
+        result |= {"difference": over_prompts(trained - base)._asdict(), "win_rate": wins}
     return result
 
 

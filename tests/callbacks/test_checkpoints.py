@@ -7,6 +7,7 @@ from solrl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from solrl_lightning.callbacks.common import loop_of
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.export import ExportLoRA
+from solrl_lightning.rewards.shapes import ShapesReward
 
 
 def test_a_completed_run_exports_the_last_weights(tmp_path, fit, stand_in):
@@ -16,9 +17,11 @@ def test_a_completed_run_exports_the_last_weights(tmp_path, fit, stand_in):
 
 
 def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp_path, fit, stand_in):
-    def best_of(folder, iterations, monitor=None, resumed=None):
+    def best_of(folder, iterations, monitor=None, resumed=None, weight=0.0):
         best, options = BestCheckpoint(str(tmp_path / folder), monitor), dict(enable_checkpointing=True)
-        fit(best, module=stand_in.Falling(), iterations=iterations, resumed=resumed, **options)
+        module = stand_in.Falling()
+        module.rewards.rewards["bright"], module.rewards.weights["bright"] = ShapesReward(), weight
+        fit(best, module=module, iterations=iterations, resumed=resumed, **options)
         return best.state_dict()
 
     checkpoint = tmp_path / "run" / "best.ckpt"
@@ -27,6 +30,7 @@ def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp
     assert (tmp_path / "branch" / "best.ckpt").is_file()
     assert best_of("run", 3, resumed=checkpoint) == {"reward": 0.6, "iteration": 2}
     assert best_of("other", 4, monitor="bright") == {"reward": -0.3, "iteration": 3}
+    assert best_of("less", 4, monitor="bright", weight=-1.0) == {"reward": -0.6, "iteration": 2}
 
 
 @pytest.mark.parametrize(

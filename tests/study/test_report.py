@@ -151,12 +151,17 @@ def test_the_command_can_be_pasted_with_its_folders_and_modules(run: Path, monke
     )
 
 
+LESS = {"best_monitor": "noise", "other_rewards": {"noise": {"weight": -1.0, "base": 0.25, "final": 0.2}}}
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"final_reward": None, "improvement": None}, "was 0.4321 before training, and not evaluated after."),
         ({"best_reward": 0.4}, "iteration 9, below 0.4321 before training"),
         (BRANCH, "iteration 9, below 0.4321 at iteration 3"),
+        (LESS | {"best_reward": 0.3}, "iteration 9, above 0.2500 before training"),
+        (LESS | {"best_reward": 0.2}, "iteration 9<"),
         (BRANCH, "± 0.0182, iteration 3"),
         (BRANCH, "after iteration 3, where these evaluations begin"),
     ],

@@ -58,15 +58,17 @@ def test_adapter_of_zeros_makes_no_difference(
 
 
 def test_evaluation_equals_that_of_the_training_run(compose: Compose, tmp_path: Path) -> None:
-    train(compose(*SMALL, "iterations=1", "optimizer.lr=0.01", "callbacks.sample_grid.every=0"))
+    train(compose(*SMALL, "iterations=1", "optimizer.lr=0.03", "callbacks.sample_grid.every=0"))
     summary = json.loads((tmp_path / "summary.json").read_text())
     result = evaluate(compose(*SMALL, "task=evaluate", f"ckpt='{tmp_path / 'checkpoints' / 'last.ckpt'}'"))
     shapes = result["rewards"]["shapes"]
     assert shapes["base"]["mean"] == pytest.approx(summary["base_reward"], rel=1e-6)
     assert shapes["trained"]["mean"] == pytest.approx(summary["final_reward"], rel=1e-6)
     assert shapes["trained"]["mean"] != shapes["base"]["mean"]
-    of_lora = evaluate(compose(*SMALL, "task=evaluate", f"model.init_lora='{tmp_path / 'lora'}'"))
-    assert of_lora["rewards"] == result["rewards"]
+    less = "+reward.less={_target_: solrl_lightning.rewards.shapes.ShapesReward, weight: -0.5}"
+    of_lora = evaluate(compose(*SMALL, "task=evaluate", f"model.init_lora='{tmp_path / 'lora'}'", less))
+    assert {name: of_lora["rewards"][name] for name in result["rewards"]} == result["rewards"]
+    assert of_lora["rewards"]["less"]["win_rate"] == 1 - shapes["win_rate"]  # the lower score wins
     assert shapes["difference"]["mean"] == pytest.approx(summary["improvement"], rel=1e-5)
     gains = [row["shapes"]["trained"] - row["shapes"]["base"] for row in result["per_prompt"]]
     assert shapes["difference"]["mean"] == pytest.approx(sum(gains) / len(gains), rel=1e-6)
