@@ -107,7 +107,8 @@ def load_tensors(key: str, name: str, *files: str, kind: str, hint: str) -> dict
     The prefix of a model that DistributedDataParallel has wrapped is removed.
 
     ``name`` is a file, or a folder or hub id with one of ``files``; ``key``, ``kind`` and ``hint`` as in ``fetch``.
-    UserError if the file does not exist, is damaged, holds code, or holds something else than tensors.
+    UserError if the file does not exist, is damaged, holds code, or holds something else than tensors, values that are
+    not finite, or weights of integers.
     """
     file = Path(name).expanduser()
     if not file.is_file():
@@ -120,12 +121,24 @@ def load_tensors(key: str, name: str, *files: str, kind: str, hint: str) -> dict
     weights = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         actual = f"keys {', '.join(map(str, content))[:200]}" if isinstance(content, dict) else type(content).__name__
+    else:
+        actual = next(
+            (f"{tensor} of {wrong}" for tensor, value in weights.items() if (wrong := _unfit(tensor, value))), ""
+        )
+    if actual:
         raise UserError(
-            f"{key}={name} is invalid: {file} must hold tensors by name or under the key state_dict; found: {actual}. "
-            f"Set {key} to the published weights. {hint}"
+            f"{key}={name} is invalid: {file} must hold finite tensors by name or under the key state_dict; "
+            f"found: {actual}. Set {key} to the published weights. {hint}"
         )
     in_ddp = all(name.startswith(_OF_DDP) for name in weights)
     return {name.removeprefix(_OF_DDP): value for name, value in weights.items()} if in_ddp else weights
+
+
+def _unfit(name: str, value: Tensor) -> str:
+    """Return what is wrong with the values of a tensor: a weight of integers is quantised; empty if nothing is."""
+    if value.is_floating_point():
+        return "" if value.float().isfinite().all() else "values that are not finite"
+    return str(value.dtype) if name.endswith((".weight", ".bias")) else ""
 
 
 def check_state_dict(

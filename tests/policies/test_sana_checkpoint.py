@@ -1,5 +1,6 @@
 """The LinearFFN checkpoint: its names, its optional keys, and the errors of a file that does not fit."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,8 @@ INVERTED, POINT = "blocks.0.mlp.inverted_conv.linear.weight", "blocks.1.mlp.poin
         (lambda state: state.update({"blocks.0.attn.rope": torch.zeros(1)}), "unexpectedly 1 .* blocks.0.attn.rope"),
         (lambda state: state.pop(POINT), f"lacks 1 tensors, such as {POINT}"),
         (lambda state: state.update({INVERTED: state[INVERTED][..., None]}), r"\[80, 16, 1\] for \[80, 16\]"),
+        (lambda state: state[POINT].flatten()[:1].fill_(math.nan), f"found: {POINT} of values that are not finite"),
+        (lambda state: state.update({POINT: state[POINT].to(torch.int8)}), f"found: {POINT} of torch.int8"),
     ],
 )
 def test_other_weights_raise_and_nothing_is_written(save: Save, change: Any, message: str) -> None:
