@@ -34,15 +34,15 @@ class EmbeddingCache:
         return self.folder / f"{name}.safetensors"
 
     def load(self, text: str) -> Row | None:
-        """Return the text's embedding on the CPU, or None if it is absent or damaged."""
+        """Return the text's embedding on the CPU, or None if it is absent, damaged or not readable."""
         path = self.path(text)
         if not path.is_file():
             return None
-        with suppress(SafetensorError), safe_open(path, framework="pt") as file:
+        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
             row = {name: file.get_tensor(name) for name in file.keys()}  # file is no dict
             if (file.metadata() or {}).get("digest") == digest(row):
                 return row
-        log.warning("%s is damaged; the prompt is embedded again", path)
+        log.warning("%s is damaged or not readable; the prompt is embedded again", path)
         return None
 
     def save(self, text: str, row: Row) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from solrl_lightning.build import build_model
 from solrl_lightning.options.run import Run
+from solrl_lightning.policies import embeddings
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
 from solrl_lightning.policies.flux1 import Flux1
 
@@ -93,6 +94,19 @@ def test_damaged_file_is_embedded_again(
     with caplog.at_level(logging.WARNING):
         assert cache.load("a text") is None
     assert len(caplog.records) == 1 and str(path) in caplog.text and "embedded again" in caplog.text
+    cache.save("a text", ROW)
+    assert equal(cache.load("a text"), ROW)
+
+
+def test_file_that_only_another_user_may_read_is_embedded_again(
+    cache: EmbeddingCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(path: Path, framework: str) -> Any:
+        raise FileNotFoundError(f"No such file or directory: {path}")  # what safetensors raises for it
+
+    with monkeypatch.context() as patch:
+        patch.setattr(embeddings, "safe_open", refused)
+        assert cache.load("a text") is None and "not readable; the prompt is embedded again" in caplog.text
     cache.save("a text", ROW)
     assert equal(cache.load("a text"), ROW)
 
