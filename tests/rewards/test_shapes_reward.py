@@ -190,7 +190,8 @@ def filled_share(image: Tensor, colour: str) -> float:
     """Return the share of its bounding box that the largest area of a colour fills, in eight times the resolution."""
     large = torch.nn.functional.interpolate(image[None], scale_factor=8, mode="bilinear")
     palette = torch.tensor([*COLOURS.values(), BACKGROUND])[:, :, None, None]
-    mask = (large - palette).square().sum(1).argmin(0) == list(COLOURS).index(colour)
+    distances = (large - palette).square().sum(1)
+    mask = distances[list(COLOURS).index(colour)] == distances.amin(0)  # argmin takes a hundred times as long
     areas, count = scipy.ndimage.label(mask.numpy())
     boxes = scipy.ndimage.find_objects(areas)
     pixels = [(areas[box] == index + 1).sum() for index, box in enumerate(boxes)]
