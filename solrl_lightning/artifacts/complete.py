@@ -64,7 +64,7 @@ def check_complete(key: str, name: str, cls: Any, part: str = "", chats: bool = 
 
 
 def check_undamaged(key: str, name: str, part: str = "") -> None:
-    """Raise UserError for a damaged JSON or safetensors file in a local folder, and for a pointer of git-lfs."""
+    """Raise UserError for a damaged JSON or safetensors file in a local folder, and for a pointer to such a file."""
     if not is_path(name):
         return
     for file in sorted(file for file in (Path(name).expanduser() / part).glob("[!.]*") if file.is_file()):

@@ -8,7 +8,10 @@ from pathlib import Path
 from solrl_lightning.artifacts.formatting import shell_quoted
 from solrl_lightning.errors import UserError, sentence
 
-_POINTER = b"version https://git-lfs"
+_POINTERS = {  # how they begin -> the program, and its command
+    b"version https://git-lfs": ("git-lfs", "git lfs pull"),
+    b"/annex/objects/": ("git-annex", "git annex get ."),  # of an unlocked file
+}
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -42,11 +45,13 @@ def fetch(
 
 
 def check_fetched(file: Path, named: str) -> None:
-    """Raise UserError, which begins with ``named``, for a file that git-lfs has not fetched yet."""
+    """Raise UserError, which begins with ``named``, for a file that git-lfs or git-annex has not fetched yet."""
     with open(file, "rb") as content:
-        if content.read(len(_POINTER)) == _POINTER:
+        head = content.read(max(map(len, _POINTERS)))
+    for pointer, (program, command) in _POINTERS.items():
+        if head.startswith(pointer):
             raise UserError(
-                f"{named}: {file} is a pointer of git-lfs, which has not fetched it. Run git lfs pull in its folder."
+                f"{named}: {file} is a pointer of {program}, which has not fetched it. Run {command} in its folder."
             )
 
 

@@ -186,9 +186,13 @@ def test_malformed_quotes_are_an_error(tmp_path: Path, name: str, lines: list[st
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.tsv", "a.parquet"])
-def test_pointer_of_git_lfs_is_an_error(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(POINTER)
-    with pytest.raises(UserError, match=f"{name} is invalid: .*{name} is a pointer of git-lfs, .* Run git lfs pull"):
+@pytest.mark.parametrize(
+    ("pointer", "program", "command"),
+    [(POINTER, "git-lfs", "git lfs pull"), (b"/annex/objects/SHA256E-s72--56f8.txt\n", "git-annex", "git annex get .")],
+)
+def test_pointer_to_a_file_is_an_error(tmp_path: Path, name: str, pointer: bytes, program: str, command: str) -> None:
+    (tmp_path / name).write_bytes(pointer)
+    with pytest.raises(UserError, match=f"{name} is invalid: .*{name} is a pointer of {program}, .* Run {command}"):
         read_records(tmp_path / name, "prompt")
 
 
