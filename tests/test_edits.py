@@ -21,7 +21,7 @@ from solrl_lightning.quantization import resolve
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.shapes.world import eval_captions, train_captions
 from solrl_lightning.sizing.plan import plan_run, without_files
-from solrl_lightning.sizing.trial import check_iterations, check_rewards
+from solrl_lightning.sizing.trial import check_iterations, check_rewards, smoke_config
 from solrl_lightning.tasks.evaluate import evaluate
 from solrl_lightning.tasks.generate import generate
 from solrl_lightning.tasks.train import train
@@ -117,4 +117,6 @@ def test_plan_and_doctor_know_it(run: Compose, tmp_path: Path) -> None:
     assert planned.model.latent_shape == (16, 64)
     rows = [*check_rewards(cfg, cpu), *check_iterations(cfg, planned, cpu, 1)]
     assert [(row.check, row.status) for row in rows] == [("reward", "ok"), ("iterations", "ok")]
+    packaged = smoke_config(run("task=doctor", "family=prefix", "data.train=shapes-train"), 1)
+    assert packaged.data.train == str(tmp_path / "doctor.jsonl")
     assert json.loads((tmp_path / "doctor.jsonl").read_text())["image"] == "doctor.png"

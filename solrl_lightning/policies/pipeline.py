@@ -131,6 +131,7 @@ class PipelineAdapter(ABC):
         if not self.random:
             for name in ("transformer", "vae"):
                 self._note_weights(self.pipeline.components[name].state_dict())
+        self.replace_weights()
         if fused_lora is not None and not self.random:
             from solrl_lightning.policies.lora_files import fuse_lora
 
@@ -233,6 +234,9 @@ class PipelineAdapter(ABC):
         """Return tensors on ``meta`` of the names, shapes and dtypes of one prompt's embedding, for random weights."""
         width = self.transformer.config[self.text_width]
         return {"prompt_embeds": torch.empty(self.prompt_length, width, device="meta")}
+
+    def replace_weights(self) -> None:  # noqa: B027  (most have those of the pipeline)
+        """Put other weights in place of the pipeline's, before a LoRA is fused and the base is stored in fewer bits."""
 
     @property
     def unused_layers(self) -> Collection[str]:
@@ -509,7 +513,7 @@ class PipelineAdapter(ABC):
             decoder = random_preview_decoder(self.device, dtype, *latents)
         else:
             source = str(TINY / EMBEDDED) if pretrained == "tiny" else pretrained
-            decoder = load_preview_decoder(source, dtype, *latents)
+            decoder = load_preview_decoder(source, dtype, *latents, self.variant)
         return decoder.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
 
 

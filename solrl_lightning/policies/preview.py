@@ -22,8 +22,10 @@ CONFIG = "config.json"
 _WIDTH = 64  # of every published TAESD
 
 
-def load_preview_decoder(pretrained: str, dtype: torch.dtype, channels: int, compression: int) -> AutoencoderTiny:
-    """Load the tiny autoencoder of a folder or hub id, frozen.
+def load_preview_decoder(
+    pretrained: str, dtype: torch.dtype, channels: int, compression: int, variant: str | None = None
+) -> AutoencoderTiny:
+    """Load the tiny autoencoder of a folder or hub id, frozen; of a folder with files of ``variant``, these.
 
     Its files do not name the model that it was distilled from, so ``channels`` and ``compression`` of the latents to
     decode are checked before its weights are downloaded.
@@ -34,7 +36,7 @@ def load_preview_decoder(pretrained: str, dtype: torch.dtype, channels: int, com
         _check(AutoencoderTiny.load_config(str(folder)), pretrained, channels, compression)
         if not is_path(pretrained):
             hf_hub_download(pretrained, SAFETENSORS_WEIGHTS_NAME)  # into the same folder
-        return load_module(AutoencoderTiny, folder, dtype)
+        return load_module(AutoencoderTiny, folder, dtype, variant)
 
 
 def random_preview_decoder(

@@ -37,10 +37,12 @@ class Sana(PipelineAdapter):
         transformer_weights: str | None = None,
         **others: Any,
     ) -> None:
+        self.transformer_weights, self.flow_shift = transformer_weights, flow_shift
         super().__init__(pretrained, resolution, **others)
-        if transformer_weights is not None:
-            self._note_weights(load_linear_ffn(transformer_weights, self.transformer))
-        self.flow_shift = flow_shift
+
+    def replace_weights(self) -> None:
+        if self.transformer_weights is not None:
+            self._note_weights(load_linear_ffn(self.transformer_weights, self.pipeline.transformer))
 
     @property
     def euler_shift(self) -> float:  # type: ignore[override]

@@ -15,6 +15,7 @@ from solrl_lightning.artifacts.pictures import to_png
 from solrl_lightning.artifacts.tables import OK, Row, judged
 from solrl_lightning.build import build_objective, build_rewards, with_option
 from solrl_lightning.data.prompt import INPUT_IMAGE
+from solrl_lightning.data.sources import file_of_split
 from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
@@ -70,13 +71,16 @@ def with_local_rewards(cfg: Run) -> Run:
 
 
 def check_rewards(cfg: Run, device: torch.device) -> Iterator[Row]:
-    """Load the rewards, score one image, and yield the row."""
+    """Load the rewards, try them out as a run does, score one image, and yield the row."""
     start = time.perf_counter()
     rewards = build_rewards(with_local_rewards(cfg).reward, cfg.model.frames, device)
     image = torch.rand(1, 3, cfg.model.resolution, cfg.model.resolution, device=device)
     examples = {name: reward.example for name, reward in rewards.rewards.items()}
     inputs = {INPUT_IMAGE: str(grey_image(cfg))} if cfg.model.input_image else {}
-    scores = {name: rewards.rewards[name](image, [text], [{**row, **inputs}]) for name, (text, row) in examples.items()}
+    scores = {}
+    for name, (text, row) in examples.items():
+        rewards.rewards[name].try_out(image[0], text, {**row, **inputs})  # one request, where a score has its retries
+        scores[name] = rewards.rewards[name](image, [text], [{**row, **inputs}])
     values = ", ".join(f"{name} {score.item():.3g}" for name, score in scores.items())
     yield Row("reward", OK, f"loaded, and one image of noise scored in {time.perf_counter() - start:.1f} s: {values}")
 
@@ -103,9 +107,15 @@ def prompts_for(cfg: Run) -> str:
 
 
 def smoke_config(cfg: Run, count: int) -> Run:
-    """Return a copy with one prompt, a pool of one rollout batch, and kept samples of one micro-batch."""
+    """Return a copy with one prompt, a pool of one rollout batch, and kept samples of one micro-batch.
+
+    The prompt is of the run's file, if it has one.
+    """
     changed = with_option(with_local_rewards(cfg), "data", "shapes")
-    changed.data.train = prompts_for(cfg)
+    if Path(file := file_of_split(cfg.data.train, "train")).is_file():
+        changed.data.train, changed.data.column = file, cfg.data.column
+    else:
+        changed.data.train = prompts_for(cfg)
     levels = build_objective(cfg.objective).rows_per_sample(cfg.family.regenerate.steps)
     changed.prompts_per_iteration = 1
     changed.family.keep = min(cfg.family.keep, 2 * math.ceil(cfg.model.micro_batch / levels / 2))

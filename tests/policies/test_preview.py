@@ -49,6 +49,14 @@ def test_decoder_is_as_saved_frozen_and_in_the_dtype_of_the_vae(nano_folder: str
     assert load_nano("flux1", nano_folder).preview_decoder is None
 
 
+def test_decoder_has_files_of_a_variant(nano_folder: str, copied: Path) -> None:
+    weights = load_nano("flux1", nano_folder, preview_decoder=str(copied)).preview_decoder.state_dict()
+    (copied / WEIGHTS).rename((copied / WEIGHTS).with_suffix(".fp16.safetensors"))
+    assert "with model.variant=null its weights must be in *.safetensors" in message_of(copied)
+    of_variant = load_nano("flux1", nano_folder, preview_decoder=str(copied), variant="fp16").preview_decoder
+    assert all(torch.equal(value, weights[name]) for name, value in of_variant.state_dict().items())
+
+
 def test_decoder_of_other_latents_raises_before_its_weights_are_read(nano_folder: str, tmp_path: Path) -> None:
     for channels, compression, shape in ((16, 4, "16 channels at 1/4"), (8, 8, "8 channels at 1/8")):
         folder = save_preview_decoder(tmp_path / str(channels), channels=channels, compression=compression)

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import SanaTransformer2DModel
+from diffusers import SanaPipeline, SanaTransformer2DModel
+from nano import build_nano_sana, load_nano, lora_config, random_state
 from torch import Tensor
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import TRAINED
+from solrl_lightning.policies.base_weights import dense
 from solrl_lightning.policies.sana_checkpoint import load_linear_ffn
+from solrl_lightning.training.transformers import AdaptedTransformer
 
 Save = Callable[[Any], str]
 
@@ -89,6 +93,27 @@ def test_weights_are_rounded_and_those_of_the_training_loss_ignored(save: Save) 
     load_linear_ffn(save(native(source) | extra), target)  # without the key state_dict
     assert {parameter.dtype for parameter in target.parameters()} == {torch.bfloat16}
     assert all(torch.equal(p, source.get_parameter(name).bfloat16()) for name, p in target.named_parameters())
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
+def test_weights_are_the_base_into_which_a_lora_is_fused_and_which_is_stored(
+    save: Save, folder_of: Callable[[str], str], tmp_path: Path, fuses: bool, storage: str
+) -> None:
+    pipeline, other = build_nano_sana(), build_nano_sana(seed=1).transformer
+    pipeline.register_modules(transformer=other)
+    pipeline.save_pretrained(tmp_path / "whole")
+    options: dict[str, Any] = dict(base_weights=storage, device="cpu")
+    if fuses:
+        adapted = AdaptedTransformer(build_nano_sana().transformer, lora_config(), seed=0)
+        state = random_state(adapted.state(TRAINED), seed=0)
+        SanaPipeline.save_lora_weights(tmp_path / "lora", state)
+        options |= dict(fused_lora=str(tmp_path / "lora" / "pytorch_lora_weights.safetensors"))
+    path = save(native(other))
+    model = load_nano("sana", folder_of("sana"), transformer_weights=path, **options)
+    expected = load_nano("sana", str(tmp_path / "whole"), **options).transformer.state_dict()
+    for name, value in model.transformer.state_dict().items():
+        assert torch.equal(dense(value), dense(expected[name])), name
 
 
 INVERTED, POINT = "blocks.0.mlp.inverted_conv.linear.weight", "blocks.1.mlp.point_conv.linear.weight"

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
+from reward_servers import free_port
 
 from solrl_lightning.artifacts.tables import OK, WRONG
 from solrl_lightning.data.prompts import read_prompt_sets
+from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.quantization import resolve
 from solrl_lightning.rewards.geneval_metadata import broken_rule
@@ -64,6 +67,18 @@ def test_iterations_use_a_prompt_that_the_reward_can_score(compose: Compose, tmp
     assert [broken_rule(prompt.metadata) for prompt in prompts.train] == [""]
     (row,) = trial.check_rewards(compose("task=doctor", "reward=ocr"), CPU)
     assert row.status == OK and "ocr 0" in row.result  # of noise
+    file = tmp_path / "mine.csv"
+    file.write_text("text,level\na dark street,0.2\n")
+    smoke = smoke_config(compose("task=doctor", "reward=[shapes,geneval]", f"data.train={file}", "data.column=text"), 2)
+    assert [prompt.text for prompt in read_prompt_sets(smoke.data.train, None, smoke.data.column).train] == [
+        "a dark street"
+    ]
+
+
+def test_a_reward_server_that_is_away_is_an_error_at_once_with_its_key(compose: Compose) -> None:
+    url = f"http://127.0.0.1:{free_port()}/score"
+    with pytest.raises(UserError, match="reward.http.url"):
+        list(trial.check_rewards(compose("task=doctor", "reward=http", f"reward.http.url={url}"), CPU))
 
 
 def test_iterations_are_timed_by_stage(compose: Compose) -> None:
