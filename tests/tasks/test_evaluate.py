@@ -145,3 +145,4 @@ def test_pair_without_both_scores_is_left_out() -> None:
     assert (compared["win_rate"], compared["difference"]["mean"]) == (1.0, pytest.approx((0.5 + 2.0) / 2))
     assert compared["base"]["mean"] == pytest.approx((0.0 + 1.0) / 2)
     assert compared["trained"]["mean"] == pytest.approx((0.5 + 3.0) / 2)
+    assert compare_models(["base", "trained"], torch.stack([base, trained]), -1)["win_rate"] == 0.0
