@@ -15,9 +15,10 @@ from solrl_lightning.training.shards import is_sharded
 
 
 class ExportLoRA(Callback):
-    """Writes the average of the trained weights: of the last iteration or, if the guard or EarlyStopping has ended the
-    run, of ``checkpoints/best.ckpt``. Load ``<run>/lora`` with ``pipe.load_lora_weights("<run>/lora")``. With
-    model.train=full it is ``<run>/transformer``, for the transformer's ``from_pretrained``.
+    """Writes the average of the trained weights, or these without ``callbacks.ema``: of the last iteration or, if the
+    guard or EarlyStopping has ended the run, of ``checkpoints/best.ckpt``. Load ``<run>/lora`` with
+    ``pipe.load_lora_weights("<run>/lora")``. With model.train=full it is ``<run>/transformer``, for the transformer's
+    ``from_pretrained``.
     """
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -36,5 +37,8 @@ class ExportLoRA(Callback):
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module, best = module_of(pl_module), find_callback(trainer, BestCheckpoint)
         if best is not None and best.reward is not None and stop_reason(trainer) is not None:
-            module.ema_state = average_in(read_checkpoint(best.path), module.policy_state("default"))
+            checkpoint = read_checkpoint(best.path)
+            module.ema_state = average_in(checkpoint, module.policy_state("default"))
+            if module.ema_state is None:  # of a run without callbacks.ema, whose trained weights are exported
+                trainer.strategy.load_model_state_dict(checkpoint, strict=False)
         module.save_policy(Path(trainer.default_root_dir) / module.transformers.trained.folder, "ema")

@@ -110,7 +110,7 @@ class Falling(Evaluated):
         self.evaluation.table = torch.tensor([[*rewards, 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64) + spread
 
     def save_policy(self, folder: Path, weights: str) -> None:
-        self.exported = self.ema_state["lora"]
+        self.exported = self.weight.detach().clone() if self.ema_state is None else self.ema_state["lora"]
 
 
 class RollOut(Callback):

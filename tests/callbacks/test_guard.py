@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 
 from solrl_lightning.callbacks.alarms import Limits
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint, PeriodicCheckpoints
@@ -143,6 +143,14 @@ def test_a_repeated_iteration_replaces_its_row_its_evaluation_and_its_alarm(stan
 def test_a_run_that_an_alarm_has_ended_is_trained_further_without_that_reason(run):
     stopped = run(stop=True)
     assert stopped.stopped_by is not None and run(iterations=4, resumed=stopped.trainer).stopped_by is None
+
+
+def test_a_run_without_an_average_that_the_guard_ends_exports_the_best_weights(tmp_path, fit, stand_in):
+    module, best, weights = stand_in.Falling(), BestCheckpoint(str(tmp_path)), [torch.zeros(2)]
+    keep = LambdaCallback(on_train_epoch_end=lambda _, module: weights.append(module.weight.detach().clone()))
+    options = dict(module=module, iterations=4, enable_checkpointing=True)
+    fit(RolloutStats(), Guard(True, 3, LIMITS), best, keep, ExportLoRA(), **options)
+    assert best.iteration == 2 and torch.equal(module.exported, weights[2]) and not torch.equal(weights[3], weights[2])
 
 
 def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path, fit, stand_in, capsys):
