@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -235,6 +236,9 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
     """
     if isinstance(arguments, str):
         raise UserError(f"main({arguments!r}) is invalid: it takes a list. Write main({arguments.split()}).")
+    if GlobalHydra.instance().is_initialized():
+        rule = "A process runs one command at a time, and a command or a program of Hydra runs in this one"
+        raise UserError(f"{rule}. Start another process: python -m solrl_lightning <option> ...")
     flags = _flags(arguments)
     if flags.version:
         print(f"solrl_lightning {solrl_lightning.__version__}")  # Hydra adds its own

@@ -24,6 +24,7 @@ import pytest
 import torch
 from diffusers.quantizers.torchao import torchao_quantizer
 from forks import Forks
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -1243,6 +1244,17 @@ def test_main_takes_a_list_also_in_a_notebook(
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
     assert main() == 2
     assert "arguments: -f. In a notebook write main([<option>, ...])." in capfd.readouterr().err
+
+
+def test_a_process_runs_one_command_at_a_time(command: Command) -> None:
+    """As in two threads, or in a program of Hydra."""
+    with hydra.initialize_config_module("solrl_lightning.conf", version_base="1.3"):
+        ended = command("experiment=smoke")
+        assert ended.status == 2 and ended.err == (
+            "error: A process runs one command at a time, and a command or a program of Hydra runs in this one. Start "
+            "another process: python -m solrl_lightning <option> ...\n"
+        )
+        assert GlobalHydra.instance().is_initialized()
 
 
 CTRL_C_AT_AN_IMPORT = """
