@@ -122,7 +122,7 @@ class PipelineAdapter(ABC):
         else:
             self.pipeline = self._load(dict.fromkeys(self.encoders))
             source = Path(self.pipeline.config._name_or_path)
-            identity = encoder_fingerprint(source, self.encoders, self.embedding_settings())
+            identity = encoder_fingerprint(source, self._encoders_of(source), self.embedding_settings())
             self.cache = EmbeddingCache(Path(embeddings), identity)
         if scheduler is not None:
             self.pipeline.register_modules(
@@ -452,7 +452,12 @@ class PipelineAdapter(ABC):
         configs["scheduler"] = folder / "scheduler" / "scheduler_config.json"
         if self._preview_decoder_name is not None:
             configs["model.preview_decoder"] = Path(self._preview_decoder_name).expanduser()
-        return {name: folder / name for name in self.encoders} | configs
+        return {name: folder / name for name in self._encoders_of(folder)} | configs
+
+    def _encoders_of(self, folder: Path) -> list[str]:
+        """Return the encoders and tokenizers that the pipeline in ``folder`` has by its index."""
+        index = self.pipeline_class.load_config(str(folder)) if self.optional and not self.random else {}
+        return [name for name in self.encoders if any(index.get(name, [name]))]
 
     def _note_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Make ``tensors``, as read from files, part of ``base_digest``, which is equal for equal base weights."""

@@ -336,6 +336,8 @@ class SolRLModule(LightningModule):
         """Return which files the checkpoint was not trained with, or not as they are read; older ones do not say."""
         base, files = checkpoint.get("base_weights", self.model.base_digest), checkpoint.get("weight_files", {})
         changed = [name for name, digest in self.model_files.items() if files.get(name, digest) != digest]
+        gone = files.keys() - self.model_files.keys()
+        changed += sorted(name for name in gone if name.partition("/")[0] in self.model.optional)
         if base != self.model.base_digest:
             changed.insert(0, "model.pretrained with model.fused_lora and model.dtypes")
         return changed

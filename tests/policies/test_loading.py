@@ -275,6 +275,14 @@ def test_sd3_does_without_t5(folder_of: Callable[[str], str], tmp_path: Path) ->
     clip, t5 = slice(0, -MAX_WORDS), slice(-MAX_WORDS, None)
     assert torch.equal(whole[:, clip], without[:, clip]) and torch.equal(cached, without)
     assert whole[:, t5].any() and not without[:, t5].any() and without.shape == whole.shape
+    edited = shutil.copytree(folder, tmp_path / "edited")  # whose index is edited by hand between two runs
+    shared, index = dict(folder=str(edited), embeddings=str(tmp_path / "shared")), edited / INDEX
+    before = load_nano("sd3", **shared)
+    assert torch.equal(before.encode(prompts_of("sd3"))["prompt_embeds"], whole) and "tokenizer_3" in before.files
+    nulls = dict.fromkeys(("text_encoder_3", "tokenizer_3"), [None, None])
+    index.write_text(json.dumps(json.loads(index.read_text()) | nulls))
+    after = load_nano("sd3", **shared)
+    assert torch.equal(after.encode(prompts_of("sd3"))["prompt_embeds"], without) and "tokenizer_3" not in after.files
 
 
 @pytest.mark.parametrize("value", ["scheduler", ["diffusers"], [None, None], None])

@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,14 @@ def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command:
     assert "iterations=2" in overrides and not any("prompts.txt" in line for line in overrides)
     assert OmegaConf.load(record / "config.yaml").iterations == 2
     assert {file.name for file in record.iterdir()} == names
+
+
+def test_a_text_encoder_that_a_pipeline_does_without_has_changed() -> None:
+    model = SimpleNamespace(base_digest="same", optional=("text_encoder_3",))
+    module: Any = SimpleNamespace(model=model, model_files={"text_encoder/config.json": "1"})
+    files = {"text_encoder/config.json": "1", "text_encoder_3/config.json": "2", "vae/other.json": "3"}
+    changed = SolRLModule.changed_files(module, {"base_weights": "same", "weight_files": files})
+    assert changed == ["text_encoder_3/config.json"]
 
 
 class FromFile(Reward):
