@@ -47,8 +47,9 @@ def stop_reason(trainer: Trainer) -> str | None:
         return None
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, EarlyStopping) and callback.stopping_reason in _EARLY_STOPPING:
-            reason = _EARLY_STOPPING[callback.stopping_reason].format(callback)
-            return f"early stopping: {callback.monitor} {reason}"
+            if callback.stopped_epoch + 1 == loop_of(trainer).iterations_done:  # not of the run that this one resumes
+                reason = _EARLY_STOPPING[callback.stopping_reason].format(callback)
+                return f"early stopping: {callback.monitor} {reason}"
         if (alarm := getattr(callback, "stopped_by", None)) is not None:
             return f"the guard: {alarm.name}"
     return None

@@ -5,6 +5,7 @@ All of them log at the number of the iteration, and without Lightning's scalar `
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
@@ -196,7 +197,7 @@ class MLflow(_Iterations, MLFlowLogger):
     """
 
     def __init__(self, save_dir: str, tracking_uri: str | None, **options: Any) -> None:
-        self._recorded = tracking_uri or ""  # with the id, as another server does not have the page
+        self._recorded = _without_login(tracking_uri or "")  # with the id, as another server does not have the page
         if tracking_uri is None:  # newer versions of MLflow refuse Lightning's default, a folder of files
             folder = Path(save_dir).resolve()
             folder.mkdir(parents=True, exist_ok=True)
@@ -207,7 +208,7 @@ class MLflow(_Iterations, MLFlowLogger):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         self._id_file = Path(save_dir) / _RUN_ID
         run_id, has_uri, recorded = (_read_id(self._id_file) or "").partition("\n")
-        same = recorded == self._recorded or not has_uri  # which an older version has not recorded
+        same = _without_login(recorded) == self._recorded or not has_uri  # which an older version has not recorded
         super().__init__(tracking_uri=tracking_uri, **({"run_id": run_id if run_id and same else None} | options))
 
     @rank_zero_only
@@ -221,6 +222,11 @@ class MLflow(_Iterations, MLFlowLogger):
         for name, value in params.items():
             if logged.get(name, str(value)) != str(value):
                 client.set_tag(run_id, name, str(value))
+
+
+def _without_login(address: str) -> str:
+    """Return an address without a name and a password before its host."""
+    return re.sub("//[^/]*@", "//", address)
 
 
 def _read_id(file: Path) -> str | None:

@@ -141,13 +141,20 @@ def test_mlflow_continues_the_page_of_a_resumed_run_and_tags_what_has_changed(
 
     monkeypatch.setattr(MLFlowLogger, "__init__", init)
     for run_id in ("new", "7b"):
-        MLflow(str(tmp_path), "http://127.0.0.1:1").log_hyperparams({"seed": 1, "iterations": 7, "lr": 0.1})
+        address = "http://me:se@cret@127.0.0.1:1"  # whose password is no part of the run's folder
+        MLflow(str(tmp_path), address).log_hyperparams({"seed": 1, "iterations": 7, "lr": 0.1})
         assert events == [(run_id, "RUNNING"), {"lr": 0.1}, ("iterations", "7")]
         events.clear()
         (file,) = tmp_path.iterdir()
         assert file.read_text() == f"{run_id}\nhttp://127.0.0.1:1"
         file.write_text("7b")  # of an older version
-    for recorded, other in (("http://127.0.0.1:1", None), ("", "http://127.0.0.1:1"), ("http://a:1", "http://b:1")):
+    with_login = "http://me:secret@a:1", "http://me:secret@b:1"
+    for recorded, other in (
+        ("http://127.0.0.1:1", None),
+        ("", "http://127.0.0.1:1"),
+        ("http://a:1", "http://b:1"),
+        with_login,
+    ):
         file.write_text(f"7b\n{recorded}")
         assert MLflow(str(tmp_path), recorded or None)._run_id == "7b"
         assert MLflow(str(tmp_path), other)._run_id == "new"

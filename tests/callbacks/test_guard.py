@@ -190,3 +190,7 @@ def test_early_stopping_is_the_reason_of_a_stop(fit, stand_in, options, epochs, 
     trainer = fit(stopping, module=stand_in.Falling(), iterations=4)
     assert trainer.current_epoch == epochs
     assert stop_reason(trainer) == f"early stopping: eval/shapes {reason}"
+    later = EarlyStopping("eval/shapes", mode="max", check_on_train_epoch_end=False)
+    later.load_state_dict(stopping.state_dict() | {"patience": 99, "stopped_epoch": stopping.stopped_epoch - 1})
+    trainer.callbacks[trainer.callbacks.index(stopping)] = later  # of a run that has trained on
+    assert trainer.should_stop and stop_reason(trainer) is None
