@@ -1,16 +1,21 @@
 """Lightning's EarlyStopping in runs that resume."""
 
+import math
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
 
+from solrl_lightning.artifacts.run_folder import LAST
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
 
 class EarlyStopping(callbacks.EarlyStopping):
     """Ends a run whose metric has not improved in ``patience`` evaluations, also if a resume changes ``patience``.
 
-    Lightning takes it from the checkpoint, and looks for the metric after the first evaluation in training only.
+    Lightning takes ``patience`` from the checkpoint, and looks for the metric after the first evaluation in training
+    only. A branch counts from its own first evaluation, as its ``best.ckpt`` begins anew.
     """
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -21,6 +26,10 @@ class EarlyStopping(callbacks.EarlyStopping):
                 f"{did_you_mean(nearest(self.monitor, metrics))} They are {', '.join(metrics)}."
             )
         super().on_validation_end(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.strategy.broadcast((Path(trainer.default_root_dir) / LAST).is_file()):
+            self.wait_count, self.best_score = 0, torch.tensor(math.inf if self.monitor_op == torch.lt else -math.inf)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})

@@ -1,6 +1,8 @@
+import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch import callbacks
 
 from solrl_lightning.callbacks.early_stopping import EarlyStopping
@@ -23,3 +25,18 @@ def test_metric_that_no_evaluation_has_is_an_error_before_training():
     message = "monitor=eval/shape is invalid: it must be a metric of evaluations. Did you mean eval/shapes. They are"
     with pytest.raises(UserError, match=message):
         EarlyStopping("eval/shape", check_on_train_epoch_end=False).on_validation_end(trainer, None)
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", -math.inf), ("min", math.inf)])
+def test_a_branch_counts_from_its_own_first_evaluation(tmp_path, mode, best):
+    strategy = SimpleNamespace(broadcast=lambda value: value)
+    trainer = SimpleNamespace(default_root_dir=str(tmp_path), strategy=strategy)
+    last, stopping = tmp_path / "checkpoints" / "last.ckpt", EarlyStopping("eval/shapes", mode=mode)
+    last.parent.mkdir()
+    last.touch()
+    stopping.wait_count, stopping.best_score = 2, torch.tensor(0.5)
+    stopping.on_train_start(trainer, None)
+    assert (stopping.wait_count, float(stopping.best_score)) == (2, 0.5)
+    last.unlink()
+    stopping.on_train_start(trainer, None)
+    assert (stopping.wait_count, float(stopping.best_score)) == (0, best)
