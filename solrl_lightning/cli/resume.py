@@ -47,6 +47,7 @@ RESUMABLE_KEYS = (
     "model.gradient_checkpointing model.pretrained model.transformer_weights model.fused_lora model.embeddings "
     "data.eval data.eval_prompts data.eval_images"
 ).split()
+_CLIPPING = ("trainer.gradient_clip_val", "trainer.gradient_clip_algorithm")  # change what is trained
 _SERVER_KEYS = ("url", "concurrency", "timeout", "retries", "backoff")  # of a reward that a server computes
 _LISTED_KEYS = ", ".join([*RESUMABLE_KEYS, f"reward.<server>.<{'|'.join(_SERVER_KEYS)}>"])
 _DIGESTS = "digests.json"  # of values in the record
@@ -217,7 +218,7 @@ def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed
     lines = [str(o.input_line) for o in overrides if o.key_or_group != "ckpt"]
     may_change = _resumable_keys(tree.compose(lines))
     before, now = (
-        [str(o.input_line) for o in command if not is_subkey(_dotted(o), *may_change)]
+        [str(o.input_line) for o in command if not _may_change(_dotted(o), may_change)]
         for command in (_recorded_overrides(tree, folder), overrides)
     )
     same = (folder / RECORDED_OVERRIDES).is_file() and before == now
@@ -318,7 +319,7 @@ def _check_resumable(
     may_change = _resumable_keys(recorded)
     with resolvable(current):
         before, now = (_fixed_values(cfg, folder, may_change) for cfg in (recorded, current))
-    suspects = [o for o in overrides if not is_subkey(_dotted(o), *may_change)]
+    suspects = [o for o in overrides if not _may_change(_dotted(o), may_change)]
     added = [key for key in now.keys() - before.keys() if is_subkey(key, *map(_dotted, suspects))]
     both = [key for key in now if key in before]
     moved = [k for k in both if k in at_start and at_start[k] != digest(now[k][1])]
@@ -373,7 +374,12 @@ def _fixed_values(cfg: DictConfig, folder: Path, may_change: Sequence[str]) -> d
         for key in ("hydra", "callbacks", "logger", "task"):  # all of whose keys may change
             cfg.pop(key, None)
     written, resolved = (leaves(OmegaConf.to_container(cfg, resolve=resolve)) for resolve in (False, True))
-    return {k: (written.get(k), resolved[k]) for k in sorted(resolved) if not is_subkey(k, "run_dir", *may_change)}
+    fixed = (key for key in sorted(resolved) if not _may_change(key, ["run_dir", *may_change]))
+    return {key: (written.get(key), resolved[key]) for key in fixed}
+
+
+def _may_change(key: str, keys: Sequence[str]) -> bool:
+    return is_subkey(key, *keys) and key not in _CLIPPING
 
 
 def record_digests(cfg: DictConfig) -> None:

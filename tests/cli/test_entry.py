@@ -729,6 +729,7 @@ def test_task_on_a_run_with_shards_has_no_shards(earlier: Path, tmp_path: Path) 
             "family.pool, reward",
         ),
         ("family=diffusionnft logger=tensorboard", "family=diffusionnft", "family."),
+        ("trainer=cpu trainer.gradient_clip_val=3", "trainer.gradient_clip_val=3", "trainer.gradient_clip_val"),
         ("model=flux1 iterations=60", "model=flux1", "model."),
     ],
 )
