@@ -127,6 +127,11 @@ class ExploreTrainLoop(_FitLoop):
         """Whether to call no hook; a run that ends again calls the hooks of its start and end, which write files."""
         return not self.ends_again and super().skip
 
+    @property
+    def _can_stop_early(self) -> bool:
+        """Whether ``trainer.should_stop`` ends the loop here: no run resumes from between two steps of an iteration."""
+        return super()._can_stop_early and self._steps_taken % self.plan.optimizer_steps == 0
+
     def on_run_start(self) -> None:
         super().on_run_start()
         if not self._module.evaluation.comparable:  # the first of another kind, of the state that was loaded

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from solrl_lightning.artifacts.files import iterations_done, read_checkpoint
+from solrl_lightning.callbacks.checkpoints import LastCheckpoint
 from solrl_lightning.errors import UserError
 from solrl_lightning.training.sharding import ShardedBase
 
@@ -161,6 +162,20 @@ def test_no_run_resumes_from_between_two_steps_of_an_iteration(tmp_path: Path) -
         message = rf"ckpt=.*{step}.ckpt is invalid.* number of iterations, {done}, as it was saved between two steps"
         with pytest.raises(UserError, match=message):
             read_checkpoint(tmp_path / f"{step}.ckpt")
+
+
+class StopAfterAStep(Callback):
+    """Asks for the end of the run after the first optimiser step."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop |= trainer.global_step == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_stopped_run_takes_all_steps_of_its_iteration(tmp_path: Path) -> None:
+    run = fit(started(tmp_path, "prefix, two optimiser steps", LastCheckpoint(str(tmp_path)), StopAfterAStep()))
+    assert (run.trainer.global_step, run.loop.iterations_done) == (2, 1)
+    assert iterations_done(read_checkpoint(tmp_path / "last.ckpt")) == 1
 
 
 def differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
