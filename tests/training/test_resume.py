@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from solrl_lightning.artifacts.files import iterations_done, read_checkpoint
-from solrl_lightning.callbacks.checkpoints import LastCheckpoint
 from solrl_lightning.errors import UserError
 from solrl_lightning.training.sharding import ShardedBase
 
@@ -165,15 +164,21 @@ def test_no_run_resumes_from_between_two_steps_of_an_iteration(tmp_path: Path) -
 
 
 class StopAfterAStep(Callback):
-    """Asks for the end of the run after the first optimiser step."""
+    """Asks for the end of the run after the first optimiser step, and saves where the last checkpoint is saved."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.should_stop |= trainer.global_step == 1
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.file)
+
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_stopped_run_takes_all_steps_of_its_iteration(tmp_path: Path) -> None:
-    run = fit(started(tmp_path, "prefix, two optimiser steps", LastCheckpoint(str(tmp_path)), StopAfterAStep()))
+    run = fit(started(tmp_path, "prefix, two optimiser steps", StopAfterAStep(tmp_path / "last.ckpt")))
     assert (run.trainer.global_step, run.loop.iterations_done) == (2, 1)
     assert iterations_done(read_checkpoint(tmp_path / "last.ckpt")) == 1
 
