@@ -3,9 +3,8 @@
 import copy
 import functools
 import pickle
-from collections import defaultdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import omegaconf
 import pytest
@@ -15,7 +14,7 @@ from hydra._internal.config_repository import CachingConfigRepository, ConfigRep
 from hydra._internal.defaults_list import Overrides
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, Node, ValueNode, grammar_parser
+from omegaconf import DictConfig, grammar_parser
 
 RARELY = 20_000, 20, 20
 """Thresholds of garbage collection, which by default takes a fifth of an import and a tenth of a run."""
@@ -23,7 +22,7 @@ RARELY = 20_000, 20, 20
 
 def compose_once(patch: pytest.MonkeyPatch) -> None:
     """Keep what Hydra reads and composes of the package's files and choices; it applies values each time."""
-    kept, lists, compositions = dict[Any, bytes](), dict[Any, Any](), dict[Any, DictConfig]()
+    kept = dict[Any, bytes]()
 
     def held(repo: Any) -> tuple[Any, ...]:
         """Return what the sources have: the places of packages, and the files of folders, which a test may change."""
@@ -50,20 +49,20 @@ def compose_once(patch: pytest.MonkeyPatch) -> None:
     def chosen_once(repo: Any, config_name: Any, overrides: Overrides, **flags: bool) -> Any:
         choices = {name: value for name, value in vars(overrides).items() if name != "config_overrides"}
         key = "choices", held(repo), config_name, *flags.values(), pickle.dumps(choices)
-        if key not in lists:
-            result = choose(repo, config_name, overrides, **flags)
-            lists[key] = result, pickle.dumps({name: getattr(overrides, name) for name in choices})
-        result, choices = lists[key][0], pickle.loads(lists[key][1])
+        if key not in kept:
+            defaults, tree = choose(repo, config_name, overrides, **flags)
+            kept[key] = pickle.dumps((defaults, tree, {name: getattr(overrides, name) for name in choices}))
+        defaults, tree, choices = pickle.loads(kept[key])
         vars(overrides).update(choices)
-        return result  # which is read only
+        return defaults, tree
 
     merge = ConfigLoaderImpl._compose_config_from_defaults_list
 
     def merged_once(self: ConfigLoaderImpl, defaults: Any, repo: Any) -> DictConfig:
         key = "composition", held(repo), pickle.dumps(defaults)
-        if key not in compositions:
-            compositions[key] = merge(self, defaults, repo)
-        return cast(DictConfig, copied(compositions[key], None))
+        if key not in kept:
+            kept[key] = pickle.dumps(merge(self, defaults, repo))
+        return pickle.loads(kept[key])
 
     list_options, groups = ConfigLoaderImpl.get_group_options, dict[Any, list[str]]()
 
@@ -94,27 +93,6 @@ def compose_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ConfigRepository, "load_config", read_once)
     patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merged_once)
     patch.setattr(defaults_list, "_create_defaults_list", chosen_once)
-
-
-def copied(node: Node, parent: Node | None) -> Node:
-    """Return a copy of a configuration below ``parent``; pickle and deepcopy take ten times as long."""
-    state, copy = vars(node), object.__new__(type(node))
-    metadata, name = object.__new__(type(state["_metadata"])), "_val" if isinstance(node, ValueNode) else "_content"
-    content = state[name]
-    vars(metadata).update(vars(state["_metadata"]))
-    metadata.flags = dict(metadata.flags or {})
-    metadata.resolver_cache = defaultdict(
-        dict, {name: dict(values) for name, values in metadata.resolver_cache.items()}
-    )
-    if isinstance(content, Node):
-        content = copied(content, copy)
-    elif isinstance(content, dict):
-        content = {key: copied(value, copy) for key, value in content.items()}
-    elif isinstance(content, list):
-        content = [copied(value, copy) for value in content]
-    vars(copy).update(state, _metadata=metadata, _parent=parent, _flags_cache=None)
-    vars(copy)[name] = content
-    return copy
 
 
 def draw_once(patch: pytest.MonkeyPatch) -> None:
