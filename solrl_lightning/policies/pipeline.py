@@ -235,7 +235,7 @@ class PipelineAdapter(ABC):
         width = self.transformer.config[self.text_width]
         return {"prompt_embeds": torch.empty(self.prompt_length, width, device="meta")}
 
-    def replace_weights(self) -> None:  # noqa: B027  (most have those of the pipeline)
+    def replace_weights(self) -> None:  # noqa: B027  (only SANA replaces weights)
         """Put other weights in place of the pipeline's, before a LoRA is fused and the base is stored in fewer bits."""
 
     @property

@@ -128,9 +128,14 @@ class ExploreTrainLoop(_FitLoop):
         return not self.ends_again and super().skip
 
     @property
+    def _is_between_steps(self) -> bool:
+        """Whether the iteration has taken some of its optimiser steps: no run resumes from there."""
+        return self._steps_taken % self.plan.optimizer_steps != 0
+
+    @property
     def _can_stop_early(self) -> bool:
-        """Whether ``trainer.should_stop`` ends the loop here: no run resumes from between two steps of an iteration."""
-        return super()._can_stop_early and self._steps_taken % self.plan.optimizer_steps == 0
+        """Whether ``trainer.should_stop`` ends the loop here."""
+        return super()._can_stop_early and not self._is_between_steps
 
     def on_run_start(self) -> None:
         super().on_run_start()
@@ -345,8 +350,8 @@ class ExploreTrainLoop(_FitLoop):
         return digest(contents(self.schedule.prompts))
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        between_steps = self._steps_taken % self.plan.optimizer_steps  # a callback of the user's saves there
-        done = self.iterations_taken() if between_steps else self.iterations_done
+        # Only a callback of the user's saves between steps.
+        done = self.iterations_taken() if self._is_between_steps else self.iterations_done
         state = {"iterations_done": done, "stopped": self.trainer.should_stop}
         prompts = {"training_prompts": self.digest_of_prompts}
         threads = {"threads": torch.get_num_threads()}
