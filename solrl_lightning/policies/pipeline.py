@@ -38,7 +38,13 @@ from solrl_lightning.policies.config_files import TINY
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
 from solrl_lightning.policies.guidance import guide
 from solrl_lightning.policies.loading import errors_only, load_pipeline
-from solrl_lightning.policies.schedulers import Settings, check_scheduler, read_scheduler, resolution_shift
+from solrl_lightning.policies.schedulers import (
+    Settings,
+    check_scheduler,
+    noise_levels,
+    read_scheduler,
+    resolution_shift,
+)
 from solrl_lightning.policies.tensor_digest import SAMPLES, digest
 from solrl_lightning.seeds import noise
 
@@ -208,7 +214,7 @@ class PipelineAdapter(ABC):
         if mu is None:
             mu = resolution_shift(scheduler.config, (self.resolution // self.pixels_per_token) ** 2)
         scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu)
-        return scheduler.sigmas.float()
+        return noise_levels(scheduler)
 
     euler_shift: float | None = None
     """Shift of the Euler levels from 1 to 0 that take the place of the pipeline's scheduler; None if it is taken."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.sana_checkpoint import load_linear_ffn
+from solrl_lightning.policies.schedulers import noise_levels
 
 
 class Sana(PipelineAdapter):
@@ -72,7 +73,7 @@ class Sana(PipelineAdapter):
     def sigmas(self, steps: int) -> Tensor:
         scheduler = FlowMatchEulerDiscreteScheduler(shift=self.euler_shift)
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
-        return scheduler.sigmas.float()
+        return noise_levels(scheduler)
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         config = self.transformer.config

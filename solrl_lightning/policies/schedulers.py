@@ -29,6 +29,7 @@ _SHIFT = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
 # What FlowMatchEulerDiscreteScheduler reads only with, and only without, use_dynamic_shifting.
 _READ = {"shift": False, "time_shift_type": True, **dict.fromkeys(_SHIFT, True)}
 _STEPS = 50  # of the levels that are tried
+_ROUNDING = 1e-5  # of a first level
 
 
 def read_scheduler(folder: Path) -> tuple[str, Mapping[str, Any]]:
@@ -92,6 +93,17 @@ def resolution_shift(config: Any, tokens: int) -> float:
     return calculate_shift(tokens, *(config[name] for name in _SHIFT))
 
 
+def noise_levels(scheduler: Any) -> Tensor:
+    """Return the float32 [T + 1] levels of a scheduler whose timesteps are set. The first, all noise, is 1.
+
+    A shift s makes it s / (1 + (s - 1)), which for a fifth of all s is another number than 1 in float32.
+    """
+    levels: Tensor = scheduler.sigmas.float().clone()
+    if abs(float(levels[0]) - 1) < _ROUNDING:
+        levels[0] = 1
+    return levels
+
+
 def _problem_of_levels(cls: Any, config: Mapping[str, Any]) -> str:
     """Return what is wrong with the levels at either end of the resolution shift; empty if nothing is."""
     try:
@@ -102,8 +114,8 @@ def _problem_of_levels(cls: Any, config: Mapping[str, Any]) -> str:
             mu = resolution_shift(scheduler.config, scheduler.config[name])
             with np.errstate(all="ignore"):  # levels that are not finite are refused below
                 scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / _STEPS, _STEPS), mu=mu)
-            levels: Tensor = scheduler.sigmas
-            if not bool((levels.diff() < 0).all()) or not 0.99 < float(levels[0]) < 1.001:  # NaN is not below 0
+            levels = noise_levels(scheduler)
+            if not bool((levels.diff() < 0).all()) or not 0.99 < float(levels[0]) <= 1:  # NaN is not below 0
                 return f"they begin with {', '.join(f'{float(level):.3g}' for level in levels[:3])}."
     except (ValueError, TypeError, ArithmeticError, ImportError) as error:
         return sentence(error)

@@ -17,7 +17,7 @@ from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.policies.schedulers import FLOW_MATCHING_OR_UNIPC
+from solrl_lightning.policies.schedulers import FLOW_MATCHING_OR_UNIPC, noise_levels
 
 _ATTENTIONS, _LINEAR = {"attn1": "self_attn", "attn2": "cross_attn"}, {"q": "q", "k": "k", "v": "v", "out.0": "o"}
 # Of diffusers, and of the authors' code.
@@ -83,7 +83,7 @@ class Wan(PipelineAdapter):
         uniform = np.linspace(1, 1 / scheduler.config.num_train_timesteps, steps + 1)[:-1]
         scheduler = FlowMatchEulerDiscreteScheduler(shift=scheduler.config.flow_shift)
         scheduler.set_timesteps(sigmas=uniform)
-        return scheduler.sigmas.float()
+        return noise_levels(scheduler)
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         embeds = conditioning["prompt_embeds"]

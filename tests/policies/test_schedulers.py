@@ -24,6 +24,7 @@ ALL = ("flux1", "flux2", "qwen_image", "sd3", "wan", "z_image")
 RESHAPED = tuple(name for name in ALL if name != "wan")  # whose pipelines give a dynamic shift its mu
 HONOURED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"use_dynamic_shifting": False, "shift": 2.5, "shift_terminal": None}, ALL),
+    *(({"use_dynamic_shifting": False, "shift": shift, "shift_terminal": None}, ALL) for shift in (1.18, 1.32)),
     ({"use_dynamic_shifting": True, "shift_terminal": None}, RESHAPED),
     ({"use_dynamic_shifting": True, "base_shift": 0.2, "max_shift": 2.0, "base_image_seq_len": 4}, RESHAPED),
     ({"use_dynamic_shifting": True, "time_shift_type": "linear"}, RESHAPED),
@@ -108,8 +109,20 @@ def test_honoured_settings_give_the_levels_of_the_pipeline(architecture: str, co
                 assert ours.tolist() == [1, 0]  # where diffusers divides by zero
                 continue
             theirs = levels_of_pipeline(pipeline, model.resolution, steps, **options)
-            assert torch.equal(ours, theirs), (values, steps)
+            assert ours[0] == 1 and abs(theirs[0] - 1) < 1e-6, (values, steps)  # which a shift of 1.18 rounds
+            assert torch.equal(ours[1:], theirs[1:]), (values, steps)
         assert np.all(np.diff(model.sigmas(7).numpy()) < 0), values
+
+
+@pytest.mark.parametrize("model", ["sana", "wan"])
+def test_any_flow_shift_begins_with_pure_noise(model: str, folder_of: FolderOf) -> None:
+    """Otherwise flow_grpo's first step would have a noise of sqrt(1 / rounding), or the solver would refuse a level."""
+    adapter = load_nano(model, folder_of(model))
+    for hundredths in range(100, 500):
+        scheduler = adapter.pipeline.scheduler
+        adapter.pipeline.scheduler = scheduler.from_config(scheduler.config, flow_shift=hundredths / 100)
+        levels = adapter.sigmas(4)
+        assert levels[0] == 1 and bool((levels.diff() < 0).all()), hundredths
 
 
 def test_a_scheduler_that_was_made_from_unipc_has_its_own_shift(copied: Callable[[str], Path]) -> None:
