@@ -213,7 +213,8 @@ class SolRLModule(LightningModule):
         check_finite(per_sample.detach(), what, real.prompts, real.seeds)
         means = metrics | {"loss": per_sample.detach().mean()}
         values = {f"train/{name}": value for name, value in means.items()}
-        self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=batch.real)
+        size = batch.real * self.trainer.world_size  # whose mean over ranks Lightning makes an integer
+        self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
         return (per_sample * real.weight).sum() / len(batch.weight)
 
     def velocity(self, transformer: nn.Module, batch: TrainingBatch) -> Tensor:
