@@ -5,6 +5,7 @@ first evaluation, compares stale scores in the iterations between evaluations, f
 moved, and counts from 0 in file names.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from solrl_lightning.artifacts.run_folder import BEST, LAST
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.names import TRAINED
 from solrl_lightning.options.rules import Count, CountOrZero
+
+log = logging.getLogger(__name__)
 
 _LARGE = 4 * 10**9  # bytes that take seconds to write
 
@@ -46,6 +49,8 @@ class LastCheckpoint(Checkpoint):
 class BestCheckpoint(Checkpoint):
     """Writes ``best.ckpt`` after every iteration whose evaluation is the best since training began.
 
+    A resume with other evaluations begins anew, and keeps the earlier file as ``best_<iteration>.ckpt``.
+
     Must precede the callback that writes ``last.ckpt``, whose state then includes this one.
 
     Args:
@@ -62,6 +67,9 @@ class BestCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         branched = not trainer.strategy.broadcast(self.path.is_file())
         if branched or not module_of(pl_module).evaluation.comparable:
+            if not branched and trainer.is_global_zero:
+                earlier = self.path.replace(self.path.with_stem(f"{self.path.stem}_{self.iteration or 0:06d}"))
+                log.info("the best checkpoint by the earlier evaluations is kept as %s", earlier)
             self.reward = self.iteration = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

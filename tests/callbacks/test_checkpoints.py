@@ -17,9 +17,10 @@ def test_a_completed_run_exports_the_last_weights(tmp_path, fit, stand_in):
 
 
 def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp_path, fit, stand_in):
-    def best_of(folder, iterations, monitor=None, resumed=None, weight=0.0):
+    def best_of(folder, iterations, monitor=None, resumed=None, weight=0.0, comparable=True):
         best, options = BestCheckpoint(str(tmp_path / folder), monitor), dict(enable_checkpointing=True)
         module = stand_in.Falling()
+        module.evaluation.comparable = comparable
         module.rewards.rewards["bright"], module.rewards.weights["bright"] = ShapesReward(), weight
         fit(best, module=module, iterations=iterations, resumed=resumed, **options)
         return best.state_dict()
@@ -29,6 +30,10 @@ def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp
     assert best_of("branch", 3, resumed=checkpoint) == {"reward": 0.3, "iteration": 3}
     assert (tmp_path / "branch" / "best.ckpt").is_file()
     assert best_of("run", 3, resumed=checkpoint) == {"reward": 0.6, "iteration": 2}
+    earlier = checkpoint.read_bytes()
+    assert best_of("run", 3, resumed=checkpoint, comparable=False) == {"reward": 0.3, "iteration": 3}
+    assert [file.name for file in sorted(checkpoint.parent.iterdir())] == ["best.ckpt", "best_000002.ckpt"]
+    assert checkpoint.with_stem("best_000002").read_bytes() == earlier != checkpoint.read_bytes()
     assert best_of("other", 4, monitor="bright") == {"reward": -0.3, "iteration": 3}
     assert best_of("less", 4, monitor="bright", weight=-1.0) == {"reward": -0.6, "iteration": 2}
 
