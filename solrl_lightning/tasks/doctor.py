@@ -88,7 +88,6 @@ def check_run(cfg: Run) -> Iterator[Row]:
     on_gpu = device.type == "cuda"
     backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
     compiled, _ = should_compile("family.compile", "rollouts", cfg.family.compile, device)
-    compiled = compiled and on_gpu  # on a CPU compilation takes a minute
     shadow = backend if SHADOW in cfg.samplers else None
     total = total_memory(device)
     run = plan_run(without_files(cfg), backend, room=(room := total - RESERVE * 1e9))

@@ -70,6 +70,18 @@ def test_skipped_row_has_its_reason(compose: Compose, monkeypatch: Patch) -> Non
     assert all("reward.pretrained" in actual for actual in skipped.values())
 
 
+@pytest.mark.parametrize(("compiles", "expected"), [("auto", False), ("true", True)])
+def test_layers_and_blocks_of_a_cpu_are_compiled_as_in_a_run(
+    compose: Compose, monkeypatch: Patch, compiles: str, expected: bool
+) -> None:
+    compiled: list[Any] = []
+    for check in ("check_layers", "check_blocks"):
+        monkeypatch.setattr(doctor, check, lambda *args: iter(compiled.append(args[-1]) or ()))
+    options = f"task=doctor trainer=cpu precision=int8 model.weights=random task.iterations=0 family.compile={compiles}"
+    list(check_run(compose(*options.split())))
+    assert compiled == [expected] * 2
+
+
 def test_memory_of_random_weights_is_without_text_encoders(compose: Compose, monkeypatch: Patch) -> None:
     for other in ("check_layers", "check_blocks"):
         monkeypatch.setattr(doctor, other, lambda *args: iter(()))
