@@ -89,6 +89,8 @@ class Reward(Group):
                 fix = "Begin the reward's file with `# @package reward`, and put them below its one key, its name."
                 if isinstance(node[name], int | float):
                     fix = f"Set reward.{name}.weight={node[name]}."
+                elif misspelt := [key for key in member if key != "_target_" and str(key).strip("_") == "target"]:
+                    fix = f"Write _target_ in place of {misspelt[0]}."
                 elif member and "_target_" not in member:  # as of an experiment whose reward another one replaces
                     fix = f"Choose it, too, with reward=[...,{name}], or leave its keys out with ~reward.{name}."
                 raise Broken("it must have a _target_ and a weight.", name, fix)
