@@ -10,7 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +46,10 @@ _SEPARATORS = (",", "=")
 _UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads without quotes, in ASCII
 _IN_MAPPING = r""":([^"'{}\[\],]+)"""  # a value
 _OF_THE_PROGRAM = re.compile(r"run_dir|task\.(reads|overrides)|callbacks\.summary\.hparams(\..*)?")  # facts of the run
+_OF_COMMANDS = {  # keys that a file cannot set
+    "run_dir": "the program sets that key. Leave it out; hydra.run.dir=<folder> is the folder of a run.",
+    "ckpt": "a run begins with it. Write ckpt=<file> on the command line.",
+}
 _STRAIGHT = str.maketrans("\u201c\u201d\u201e\u00ab\u00bb\u2018\u2019\u201a", '"' * 5 + "'" * 3)  # typographic quotes
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"
 _REPEATS = re.compile(r"\$\{([\w.]+)\}")  # the value of a key that repeats another key
@@ -540,7 +544,8 @@ def _elsewhere(tree: ConfigTree, key: str, known: Iterable[str], choices: Sequen
     if group not in _ONE_EACH:
         return None
     chosen = tree.compose(choices).hydra.runtime.choices[group]
-    default = "" if any(line.startswith(f"{group}=") for line in choices) else f", as no {group} is chosen"
+    is_chosen = any(line.startswith((f"{group}=", f"{EXPERIMENT}=")) for line in choices)
+    default = "" if is_chosen else f", as no {group} is chosen"
     here = f"There is no key {key} with {group}={chosen}{default}"
     homes = [
         f"{group}={option}"
@@ -593,33 +598,40 @@ def check_choices(cfg: DictConfig) -> None:
 
 
 def check_effects(cfg: DictConfig, overrides: Sequence[Override]) -> None:
-    """Raise UserError for what has no effect: ``{}`` over keys, with which Hydra merges it; an option as the value of
-    its group in a user's file; a key at the root that nothing reads, which ``+`` or such a file has added.
+    """Raise UserError for what has no effect: ``{}`` over keys, with which Hydra merges it; in a user's file an option
+    as the value of its group, a key with dots or a key of commands; a key at the root that nothing reads.
     """
     for override in overrides:
         key = override.key_or_group.replace("/", ".")
         if override.value() == {} and OmegaConf.select(cfg, key):
             rule, fix = f"{key} has keys, and an empty mapping removes none", f"{key}.<key>=null or ~{key}.<key>"
             raise UserError(f"{override.input_line} is invalid: {rule}. Leave it out, or change one with {fix}.")
-    for group in cfg.hydra.runtime.choices:
-        if isinstance(option := cfg.get(group), str | ListConfig):
-            raise UserError(
-                f"{group}: {option} in a file of your own is invalid: an option is chosen in the defaults list. Write "
-                f"`- override /{group}: {option}` there."
-            )
-    for key in set(map(str, cfg)) - _root():
+    values: Any = OmegaConf.to_container(cfg, resolve=False)
+    for key, value in values.items():
         lines = [o.input_line for o in overrides if o.key_or_group.replace("/", ".").partition(".")[0] == key]
-        culprit = " ".join(map(str, lines)) or f"the key {key} in a file of your own"
-        known = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(_root() - {"hydra"})), resolve=False)
-        raise UserError(
-            f"{culprit} is invalid: {key} is neither a group nor a key of the configuration, so nothing reads it."
-            f"{_suggestions(key, dict(_nodes(known)))} --help lists both, --cfg job shows all keys."
-        )
+        group, *parts = str(key).split(".")
+        if key in _OF_COMMANDS and not lines and value != _root()[key]:
+            rule = _OF_COMMANDS[key]
+        elif key in cfg.hydra.runtime.choices and isinstance(value, str | list):
+            rule = f"an option is chosen in the defaults list. Write `- override /{key}: {value}` there."
+        elif parts and group in _root():
+            nested = reduce(lambda below, part: f"{{{part}: {below}}}", reversed(parts), str(value))
+            rule = f"dots are for command lines. Write `{group}: {nested}` there."
+        elif key not in _root():
+            known = {name: below for name, below in values.items() if name in _root() and name != "hydra"}
+            rule = (
+                f"{key} is neither a group nor a key of the configuration, so nothing reads it."
+                f"{_suggestions(str(key), dict(_nodes(known)))} --help lists both, --cfg job shows all keys."
+            )
+        else:
+            continue
+        culprit = " ".join(map(str, lines)) or f"{key}: {value} in a file of your own"
+        raise UserError(f"{culprit} is invalid: {rule}")
 
 
 @cache
-def _root() -> frozenset[str]:
-    """Return the keys at the root of the package's configuration, groups among them."""
+def _root() -> dict[str, Any]:
+    """Return the values of the keys at the root of the package's configuration, groups among them."""
     root: Any = OmegaConf.to_container(OmegaConf.create((files(CONFIG_MODULE) / "config.yaml").read_text()))
     groups = {group for entry in root.pop("defaults") if isinstance(entry, dict) for group in entry}
-    return frozenset({*root, *groups} - {EXPERIMENT, "override hydra/help"})
+    return {**dict.fromkeys(groups - {EXPERIMENT, "override hydra/help"}), **root}

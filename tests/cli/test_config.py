@@ -338,13 +338,28 @@ def test_known_names_and_plus_with_what_is_passed_on_are_accepted() -> None:
         tree.jobs(arguments, multirun=False)
 
 
-def test_error_names_a_key_at_the_root_of_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("iteration: 3", "iteration is neither a group nor a key of the configuration, .* Did you mean iterations"),
+        ("family: race", "an option is chosen in the defaults list. Write `- override /family: race` there."),
+        ("optimizer.lr: 0.1", "dots are for command lines. Write `optimizer: {lr: 0.1}` there."),
+        ("hydra.run.dir: a", "dots are for command lines. Write `hydra: {run: {dir: a}}` there."),
+        ("run_dir: a", "the program sets that key. Leave it out; hydra.run.dir=<folder> is the folder of a run."),
+        ("ckpt: last", "a run begins with it. Write ckpt=<file> on the command line."),
+    ],
+)
+def test_error_names_a_key_at_the_root_of_a_file(tmp_path: Path, line: str, rule: str) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{line}\n", encoding="utf-8")
+    with ConfigTree(config_dir=str(tmp_path)) as tree:
+        with pytest.raises(UserError, match=f"^{line} in a file of your own is invalid: {rule}"):
+            tree.jobs(["experiment=mine"], multirun=False)
+
+
+def test_a_file_that_hydra_would_tell_in_its_words_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     file = tmp_path / "experiment" / "mine.yaml"
-    file.write_text("# @package _global_\niteration: 3\n", encoding="utf-8")
-    with ConfigTree(config_dir=str(tmp_path)) as tree:
-        with pytest.raises(UserError, match="the key iteration in a file of your own is invalid"):
-            tree.jobs(["experiment=mine"], multirun=False)
     file.write_text("defaults:\n  - override /family: race\n", encoding="utf-8")  # which Hydra reports in its words
     with pytest.raises(UserError, match="mine.yaml is invalid: .*`# @package _global_`[.]$"):
         ConfigTree(config_dir=str(tmp_path))
