@@ -1,6 +1,7 @@
 """Lightning's EarlyStopping in runs that resume."""
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
 
 from solrl_lightning.artifacts.run_folder import LAST
+from solrl_lightning.callbacks.common import module_of
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
 
@@ -18,14 +20,24 @@ class EarlyStopping(callbacks.EarlyStopping):
     only. A branch counts from its own first evaluation, as its ``best.ckpt`` begins anew.
     """
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        evaluation = module_of(pl_module).evaluation
+        if self.monitor.startswith("eval/"):  # others may be of a user's callback
+            self._check_monitor(
+                trainer, [f"eval/{name}" for name in (*evaluation.names, *evaluation.rewards.part_names)]
+            )
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        metrics = sorted(trainer.callback_metrics)
+        self._check_monitor(trainer, sorted(trainer.callback_metrics))
+        super().on_validation_end(trainer, pl_module)
+
+    def _check_monitor(self, trainer: Trainer, metrics: Collection[str]) -> None:
+        """Raise UserError if none of the ``metrics`` of the evaluation before training is monitored."""
         if trainer.state.fn == "validate" and not self._check_on_train_epoch_end and self.monitor not in metrics:
             raise UserError(
                 f"callbacks.early_stopping.monitor={self.monitor} is invalid: it must be a metric of evaluations."
                 f"{did_you_mean(nearest(self.monitor, metrics))} They are {', '.join(metrics)}."
             )
-        super().on_validation_end(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.strategy.broadcast((Path(trainer.default_root_dir) / LAST).is_file()):

@@ -27,6 +27,17 @@ def test_metric_that_no_evaluation_has_is_an_error_before_training():
         EarlyStopping("eval/shape", check_on_train_epoch_end=False).on_validation_end(trainer, None)
 
 
+def test_metric_that_no_reward_has_is_an_error_before_the_evaluation(fit, stand_in):
+    def stop_on(monitor):
+        return EarlyStopping(monitor, patience=9, check_on_train_epoch_end=False)
+
+    fit(stop_on("eval/shapes"), iterations=1)
+    module, message = stand_in.Falling(), "Did you mean eval/shapes. They are eval/shapes"
+    with pytest.raises(UserError, match=message):
+        fit(stop_on("eval/shape"), module=module, iterations=1)
+    assert not module.evaluation.history
+
+
 @pytest.mark.parametrize(("mode", "best"), [("max", -math.inf), ("min", math.inf)])
 def test_a_branch_counts_from_its_own_first_evaluation(tmp_path, mode, best):
     strategy = SimpleNamespace(broadcast=lambda value: value)
