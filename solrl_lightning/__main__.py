@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -120,7 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _TERMINATED if terminated else _INTERRUPTED if interrupted else _FAILED
     except Exception as error:
         if error not in reported:
-            reported.append(error if _is_of_output(error) else report_error(error, in_job=bool(jobs)))
+            in_job = any(frame.f_code is job.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+            reported.append(error if _is_of_output(error) else report_error(error, in_job=in_job))
     if any(isinstance(error, BrokenPipeError) for error in reported):  # as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python reports it again when it flushes
         if jobs and not interrupts.is_unread():

@@ -236,6 +236,8 @@ class Climber(Sweeper):
             job = [f"optimizer.lr={value}" if "interval" in argument else argument for argument in arguments]
             (done,) = self.launcher.launch([job], initial_job_idx=number)
             value = done.return_value
+            if value is None:
+                raise RuntimeError("no value to climb by")
 """
 
 
@@ -264,6 +266,8 @@ def test_another_sweeper_gets_what_the_jobs_return(command: Command, tmp_path: P
     assert result.status == 2
     assert "error: optimizer.lr=-0.25 is invalid: it must be a finite number above 0. Leave it out" in result.err
     assert [folder.name for folder in (tmp_path / "other").glob("[0-9]*")] == ["0_optimizer.lr-0.5"]
+    (line,) = command(RECORD, *sweeper, "optimizer.lr=interval(0.1,1)", "hydra.sweep.dir=third").err.splitlines()
+    assert "RuntimeError in hydra_plugins: no value to climb by. Correct the value or the hydra.* option" in line
 
 
 def test_error_of_a_job_can_be_pickled() -> None:
