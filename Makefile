@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
-TORCHES ?= 2.11 newest
+VERSIONS ?= oldest newest
 
 .PHONY: help run test lint type contract docs gpu-desk matrix release-check clean
 
@@ -51,14 +51,15 @@ release-check: $(VENV)/installed-dev ## Build wheel and sdist, install each in a
 gpu-desk: $(VENV)/installed ## Compile blocks of the models for GPUs that are not here, and check the code
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore dev/gpu_desk.py
 
-matrix: ## Run the tests with every version of PYTHONS that is installed and of TORCHES (PYTHONS=python3.12 TORCHES=2.11)
+matrix: ## Run the tests with every version of PYTHONS that is installed, and the VERSIONS of packages (PYTHONS=python3.12 VERSIONS=oldest)
 	@status=0; for python in $(PYTHONS); do \
 		$$python -c "" 2>/dev/null || { echo "matrix: skipped $$python: it is not installed"; continue; }; \
-		for torch in $(TORCHES); do \
-			name=$$(basename $$python)-torch-$$torch; bin=.venv-matrix/$$name/bin; \
-			if [ $$torch = newest ]; then versions="torch torchvision"; else versions="torch==$$torch.*"; fi; \
+		for versions in $(VERSIONS); do \
+			name=$$(basename $$python)-$$versions; bin=.venv-matrix/$$name/bin; \
+			if [ $$versions = oldest ]; then resolution=lowest-direct; else resolution=highest; fi; \
 			echo "matrix: $$name"; \
-			$$python -m venv .venv-matrix/$$name && $$bin/python -m pip install -q --upgrade -e ".[test]" $$versions && \
+			$$python -m venv .venv-matrix/$$name && $$bin/python -m pip install -q uv && \
+			$$bin/uv pip install -q --python $$bin/python --upgrade --resolution $$resolution -e ".[test]" && \
 			$$bin/python -m pytest $(ARGS) || { echo "matrix: $$name failed"; status=1; }; \
 		done; \
 	done; exit $$status

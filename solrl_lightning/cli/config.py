@@ -584,6 +584,8 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
         near = f" {parent} has {', '.join(name for name in names if not name.startswith('_') and name != 'reads')}."
     target = known.get(f"{parent}._target_")
     adding = f" Write +{key}=<value> if {target} takes it." if target and parts[0] != "task" else ""
+    if parts[0] in ("callbacks", "logger", "reward") and len(parts) == 2:
+        adding = f" A plus sign adds one, as in +{key}={{_target_:<class>}}."
     return f"There is no key {key}.{near}{adding} --help lists the common ones, --cfg job shows all."
 
 
