@@ -87,7 +87,7 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
             "an experiment that sweeps"
         )
         raise UserError(f"{checkpoints[-1].input_line} is invalid: {rule}. Name one file with ckpt=<file>.")
-    training = all(override.value() == "train" for override in overrides if override.key_or_group == "task")
+    training = _task(tree, overrides) == "train"
     folder = next((Path(str(o.value())) for o in reversed(overrides) if o.key_or_group == "hydra.run.dir"), None)
     if value == "auto":
         folder = _stable_folder(tree, overrides, training)
@@ -143,6 +143,15 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     newest = value == "last" and folder is None
     folder, elsewhere = source if in_place else None, _advice_to_go_back(source, valid)
     return Resumed(merged, checkpoint, folder, training, message, value == "auto", newest, elsewhere)
+
+
+def _task(tree: ConfigTree, overrides: Iterable[Override]) -> Any:
+    """Return the task that ``overrides`` choose, which an experiment can do, too."""
+    tasks = [override.value() for override in overrides if override.key_or_group == "task"]
+    experiments = [str(override.input_line) for override in overrides if override.key_or_group == EXPERIMENT]
+    if tasks or not experiments:
+        return tasks[-1] if tasks else "train"
+    return tree.compose(experiments).hydra.runtime.choices["task"]
 
 
 def _sweeps(tree: ConfigTree, overrides: Iterable[Override]) -> bool:

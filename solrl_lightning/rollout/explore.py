@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.rollout.chunks import check_finite_merits
+from solrl_lightning.rollout.chunks import check_finite_merits, fill_missing
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.select import rerank, select_contrastive
 from solrl_lightning.rollout.stage import Stage, with_next
@@ -34,6 +34,7 @@ def run_family(
 ) -> Explored:
     """Return the results of ``stages`` on seeds [P, N]; a stage with ``keep`` selects the candidates of the next one.
 
+    A candidate without a finite reward is not selected; where all are kept, it has the means of its prompt's others.
     ``transitions``: steps of the last stage to record, see `Stage`.
 
     Raises:
@@ -46,6 +47,8 @@ def run_family(
         recorded = transitions if following is None else range(0)
         how = stage.but(with_states=continued or following is None, transitions=recorded)
         candidates = run(how, prompts, seeds, state)
+        if following is None and stage.keep in (None, seeds.shape[1]):  # it trains on all of them
+            candidates = fill_missing(candidates, prompts.prompts)
         if pool is None:
             pool = candidates._replace(state=None)  # so that the latents are freed before the next stage runs
         elif stage.keep is not None:

@@ -16,6 +16,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Audit
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.quantization import resolve_from
+from solrl_lightning.rollout.chunks import fill_missing
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, velocities_per_prompt
@@ -226,7 +228,7 @@ def score_pool(cfg: Run, explorers: Mapping[str, Exploration], with_truth: bool)
 
     def run(stage: Stage, *on: Any) -> Candidates:
         start = time.perf_counter()
-        candidates = module.run_stage(stage, *on)
+        candidates = run_filled(module, stage, *on)
         candidates.rewards.cpu()  # waits for a GPU
         seconds_of[stage.name] += time.perf_counter() - start
         return candidates
@@ -248,13 +250,18 @@ def score_pool(cfg: Run, explorers: Mapping[str, Exploration], with_truth: bool)
     return scored
 
 
+def run_filled(module: SolRLModule, stage: Stage, prompts: EncodedPrompts, *on: Any) -> Candidates:
+    """Run a stage. A candidate without a finite reward has the means of its prompt's others."""
+    return fill_missing(module.run_stage(stage, prompts, *on), prompts.prompts)
+
+
 def search_stops(cfg: Run, truth: Tensor) -> list[dict[str, Any]]:
     """Return the rows of ``search`` in the pool with merits ``truth``; the cheapest of each family has a command."""
     module, prompts, seeds = load_pool(cfg, {MERGED})
     explorer = with_option(cfg, "family", "prefix").family.explore
     assert explorer is not None
     whole = explorer.but(name=_PROXY, stop_after=None, stop_below=None)
-    scores = score_steps(whole, prompts, seeds, module.run_stage)
+    scores = score_steps(whole, prompts, seeds, partial(run_filled, module))
     merits, sigmas = module.rewards.for_training.merits, module.model.sigmas
     task, passes = cfg.task_as(Audit), forward_passes(cfg.model.guidance_scale)
     stops = search(explorer, scores, merits, truth, sigmas, task.keep)

@@ -31,7 +31,7 @@ from solrl_lightning.objectives.base import Objective, check_loss
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.chunks import Progress, check_finite, fill_missing, score_chunks, score_images
+from solrl_lightning.rollout.chunks import Progress, check_finite, score_chunks, score_images
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, TrainingBatch
 from solrl_lightning.rollout.scoring_worker import worker_of
 from solrl_lightning.rollout.stage import EXPLORE, Stage
@@ -113,15 +113,11 @@ class SolRLModule(LightningModule):
         initial_state: SolverState | None = None,
         progress: Progress = lambda done, total: None,
     ) -> Candidates:
-        """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored.
-
-        One without a finite reward keeps NaN in EXPLORE, which does not select it, and is filled in any other stage.
-        """
+        """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored."""
         sampler, score = self.transformers.sampler(stage), self.scorer(stage)
         with closing(sampler.sample(stage, prompts, seeds, initial_state)) as chunks:
             scoring = self.rewards.for_training, score, progress, self.scoring_worker
-            candidates = score_chunks(chunks, prompts, seeds, *scoring, stage.with_states)
-        return candidates if stage.name == EXPLORE else fill_missing(candidates, prompts.prompts)
+            return score_chunks(chunks, prompts, seeds, *scoring, stage.with_states)
 
     def scorer(self, stage: Stage) -> Callable[..., Tensor]:
         """Return `score_images` as a stage decodes and scores, here and by explorers."""

@@ -573,6 +573,18 @@ def test_job_of_an_experiment_that_sweeps_resumes_alone(command: Command, tmp_pa
     assert "ckpt=last and ckpt=auto continue one run" in message and not (tmp_path / "again").exists()
 
 
+def test_task_of_an_experiment_gets_a_folder_as_the_task_of_a_command(
+    command: Command, tmp_path: Path, earlier: Path
+) -> None:
+    file = tmp_path / "mine" / "experiment" / "look.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("# @package _global_\ndefaults: [override /task: audit, _self_]\nmodel: {full_steps: 8}\n")
+    look = (RECORD, "--config-dir", "mine", "experiment=look")
+    assert command(*look, "ckpt=last").status == 0
+    assert config(only(tmp_path, "outputs/audit/*"))["ckpt"] == str(earlier / "checkpoints" / "last.ckpt")
+    assert "Use ckpt=last or ckpt=best for other tasks" in error_of(command, *look, "ckpt=auto", "hydra.run.dir=x")
+
+
 def test_newest_run_is_found_wherever_it_lies(
     command: Command, tmp_path: Path, earlier: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,10 +3,12 @@
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from nano import prompts_of
 from torch import Tensor
 
+from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.select import select_contrastive
@@ -55,6 +57,29 @@ def test_every_rung_selects_from_the_survivors_of_the_one_before() -> None:
         chosen = select_contrastive(pool.merits, keep)
         assert torch.equal(pool.seeds.gather(1, chosen).sort(1).values, survivors.sort(1).values)
     assert torch.equal(pool.seeds.gather(1, chosen), expected[3])
+
+
+def run_once(keep: int) -> Any:
+    """A family of one stage on a pool of 6, of which two candidates have no reward and four have 0 or 1."""
+    rewards = torch.tensor([[0.0, torch.nan, 0.0, 1.0, torch.inf, 0.0]])
+
+    def run(stage: Stage, _: Any, seeds: Tensor, state: SolverState | None) -> Candidates:
+        return Candidates(seeds, start(seeds[..., None]), rewards, rewards[..., None], rewards)
+
+    return run_family([Stage(**TRAJECTORY).but(keep=keep)], encoded("a"), torch.arange(6)[None], run)
+
+
+def test_a_family_of_one_stage_selects_no_candidate_without_a_reward() -> None:
+    kept = run_once(keep=4).regenerated
+    assert kept.seeds.tolist() == [[3, 0, 2, 5]] and kept.rewards.tolist() == [[1, 0, 0, 0]]
+    with pytest.raises(NonFiniteError, match="4 of 6 candidates have a finite reward .* fewer than the 5 that are"):
+        run_once(keep=5)
+
+
+def test_a_family_that_keeps_the_pool_trains_on_candidates_without_a_reward_as_on_the_mean() -> None:
+    kept = run_once(keep=6).regenerated
+    assert sorted(kept.seeds.flatten().tolist()) == list(range(6))
+    assert sorted(kept.rewards.flatten().tolist()) == [0, 0, 0, 0.25, 0.25, 1]
 
 
 def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() -> None:
