@@ -247,15 +247,18 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
     if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}
     # Hydra reports other mistakes in its flags itself, when it runs.
+    names = {"--config-name": flags.config_name, "--config-path": flags.config_path}
+    misuse = ""
     if flags.resolve and flags.cfg == "hydra":
-        raise UserError("--resolve needs the keys that Hydra's refer to. Use --cfg all --resolve.")
-    if flags.package is not None and not flags.cfg:
-        raise UserError(f"--package goes with --cfg. Use --cfg job --package {flags.package}.")
-    for flag, value in (("--config-name", flags.config_name), ("--config-path", flags.config_path)):
-        if value is not None:
-            rule = "a run resumes by its options and its --config-dir, in which this flag would not be"
-            fix = "Write values into <folder>/experiment/<name>.yaml, and take --config-dir <folder> experiment=<name>"
-            raise UserError(f"{flag}={value} is invalid: {rule}. {fix}.")
+        misuse = "--resolve needs the keys that Hydra's refer to. Use --cfg all --resolve"
+    elif flags.package is not None and not flags.cfg:
+        misuse = f"--package goes with --cfg. Use --cfg job --package {flags.package}"
+    elif flag := next((f"{name}={value}" for name, value in names.items() if value is not None), None):
+        rule = "a run resumes by its options and its --config-dir, in which this flag would not be"
+        fix = "Write values into <folder>/experiment/<name>.yaml, and take --config-dir <folder> experiment=<name>"
+        misuse = f"{flag} is invalid: {rule}. {fix}"
+    if misuse:
+        raise UserError(f"{misuse}.")
     try:
         with ConfigTree(flags.config_dir) as tree:
             return _checked(tree, arguments, flags)

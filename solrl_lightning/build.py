@@ -199,14 +199,11 @@ def _check_callbacks(callbacks: Mapping[str, Callback]) -> None:
     """Raise ``UserError`` for one that changes what is trained or saved, and for a second progress bar."""
     bars = [name for name, callback in callbacks.items() if isinstance(callback, ProgressBar)]
     for name, callback in callbacks.items():
-        for kinds, rule in _REFUSED.items():
-            if isinstance(callback, kinds):
-                raise UserError(f"callbacks.{name} is invalid: {rule}. Leave it out with ~callbacks.{name}.")
-    if len(bars) > 1:
-        raise UserError(
-            f"callbacks.{bars[1]} is invalid: Lightning takes one progress bar, and callbacks.{bars[0]} is one. "
-            f"Leave one out, as with ~callbacks.{bars[0]}."
-        )
+        rule = next((rule for kinds, rule in _REFUSED.items() if isinstance(callback, kinds)), "")
+        if name in bars[1:]:
+            rule = f"Lightning takes one progress bar, callbacks.{bars[0]}, unless ~callbacks.{bars[0]} leaves that out"
+        if rule:
+            raise UserError(f"callbacks.{name} is invalid: {rule}. Leave it out with ~callbacks.{name}.")
 
 
 def _made_each(group: str, nodes: Mapping[str, Any], kind: type) -> dict[str, Any]:

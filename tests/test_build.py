@@ -109,7 +109,10 @@ ERRORS = {  # maker -> arguments and message
             f"+callbacks.t={{_target_:{TIMER},duration:'00:01:00:00'}}",
             "callbacks.t is invalid: max_seconds=<seconds> limits",
         ),
-        (f"+callbacks.rich._target_={RICH}", "callbacks.rich is invalid: .*, as with ~callbacks.progress"),
+        (
+            f"+callbacks.rich._target_={RICH}",
+            "callbacks.rich is invalid: .*, unless ~callbacks.progress leaves that out",
+        ),
         ("+trainer.barebones=true", "trainer: lightning.Trainer could not be made: .*barebones"),
         (PLUGIN, "Lightning casts nothing, but this one is for bf16-mixed"),
         (STRATEGY, "must be a DDPStrategy or a SingleDeviceStrategy"),

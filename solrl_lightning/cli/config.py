@@ -47,8 +47,8 @@ _UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads with
 _IN_MAPPING = r""":([^"'{}\[\],]+)"""  # a value
 _OF_THE_PROGRAM = re.compile(r"run_dir|task\.(reads|overrides)|callbacks\.summary\.hparams(\..*)?")  # facts of the run
 _OF_COMMANDS = {  # keys that a file cannot set
-    "run_dir": "the program sets that key. Leave it out; hydra.run.dir=<folder> is the folder of a run.",
-    "ckpt": "a run begins with it. Write ckpt=<file> on the command line.",
+    "run_dir": "the program sets that key. Leave it out; hydra.run.dir=<folder> is the folder of a run",
+    "ckpt": "a run begins with it. Write ckpt=<file> on the command line",
 }
 _STRAIGHT = str.maketrans("\u201c\u201d\u201e\u00ab\u00bb\u2018\u2019\u201a", '"' * 5 + "'" * 3)  # typographic quotes
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"
@@ -277,14 +277,24 @@ class ConfigTree:
             is_list = "Cannot merge DictConfig with ListConfig" in str(error)
             raise UserError(f"{first_lines(error)}{_LIST_FOR_KEYS if is_list else ''}") from error
 
-    def _check_rewards(self, override: Override, options: Sequence[str]) -> None:
-        """Raise UserError for two rewards whose files have one key: Hydra would make one reward of them."""
-        names = Counter(name for option in options for name in self.compose([f"reward=[{option}]"]).reward)
-        common = self.compose(["reward=[]"]).reward
-        twice = next((name for name, count in names.items() if count > 1 and name not in common), None)
-        if twice is not None:
-            rule = f"two of their files have the key {twice}, and would be one reward"
-            raise UserError(f"{override.input_line} is invalid: {rule}. Give the entry of your own file its own name.")
+    def _broken_rule(self, override: Override) -> str:
+        """Return what is wrong with an override, whatever the others are, and the fix; empty if nothing is."""
+        key, value = override.key_or_group, override.value()
+        options = value if isinstance(value, list) and self.options(key) else []
+        if _OF_THE_PROGRAM.fullmatch(key) and not override.is_add():
+            return _OF_COMMANDS["run_dir"]
+        if key.startswith("hydra.sweeper.params"):
+            fix = "Write it as an option, as in -m seed=1,2, or put it into an experiment's file"
+            return f"Hydra reads what a sweep varies from options and files. {fix}"
+        if any(options.count(option) > 1 for option in options):
+            return "it names an option twice. Name each once"
+        if key == "reward" and self.own_sources:  # Hydra would make one reward of two files with one key
+            names = Counter(name for option in options for name in self.compose([f"reward=[{option}]"]).reward)
+            common = self.compose(["reward=[]"]).reward
+            for name in (name for name, count in names.items() if count > 1 and name not in common):
+                fix = "Give the entry of your own file its own name"
+                return f"two of their files have the key {name}, and would be one reward. {fix}"
+        return ""
 
     def jobs(self, arguments: Sequence[str], multirun: bool) -> list[DictConfig]:
         """Return the configuration of every run of a command line; for a sweep, of every combination.
@@ -294,18 +304,8 @@ class ConfigTree:
         """
         overrides = self.parse(arguments)
         for override in overrides:
-            if _OF_THE_PROGRAM.fullmatch(override.key_or_group) and not override.is_add():
-                fix = "Leave it out; hydra.run.dir=<folder> is the folder of a run"
-                raise UserError(f"{override.input_line} is invalid: the program sets that key. {fix}.")
-            if override.key_or_group.startswith("hydra.sweeper.params"):
-                rule = "Hydra reads what a sweep varies from options and files"
-                fix = "Write it as an option, as in -m seed=1,2, or put it into an experiment's file"
-                raise UserError(f"{override.input_line} is invalid: {rule}. {fix}.")
-            options = override.value() if self.options(override.key_or_group) else None
-            if isinstance(options, list) and any(options.count(option) > 1 for option in options):
-                raise UserError(f"{override.input_line} is invalid: it names an option twice. Name each once.")
-            if isinstance(options, list) and override.key_or_group == "reward" and self.own_sources:
-                self._check_rewards(override, options)
+            if rule := self._broken_rule(override):
+                raise UserError(f"{override.input_line} is invalid: {rule}.")
         swept = [override for override in overrides if override.is_sweep_override()]
         cfg = self.compose([str(override.input_line) for override in overrides if not override.is_sweep_override()])
         self.sweeps = multirun or cfg.hydra.mode == RunMode.MULTIRUN
@@ -615,20 +615,20 @@ def check_effects(cfg: DictConfig, overrides: Sequence[Override]) -> None:
         if key in _OF_COMMANDS and not lines and value != _root()[key]:
             rule = _OF_COMMANDS[key]
         elif key in cfg.hydra.runtime.choices and isinstance(value, str | list):
-            rule = f"an option is chosen in the defaults list. Write `- override /{key}: {value}` there."
+            rule = f"an option is chosen in the defaults list. Write `- override /{key}: {value}` there"
         elif parts and group in _root():
             nested = reduce(lambda below, part: f"{{{part}: {below}}}", reversed(parts), str(value))
-            rule = f"dots are for command lines. Write `{group}: {nested}` there."
+            rule = f"dots are for command lines. Write `{group}: {nested}` there"
         elif key not in _root():
             known = {name: below for name, below in values.items() if name in _root() and name != "hydra"}
             rule = (
                 f"{key} is neither a group nor a key of the configuration, so nothing reads it."
-                f"{_suggestions(str(key), dict(_nodes(known)))} --help lists both, --cfg job shows all keys."
+                f"{_suggestions(str(key), dict(_nodes(known)))} --help lists both, --cfg job shows all keys"
             )
         else:
             continue
         culprit = " ".join(map(str, lines)) or f"{key}: {value} in a file of your own"
-        raise UserError(f"{culprit} is invalid: {rule}")
+        raise UserError(f"{culprit} is invalid: {rule}.")
 
 
 @cache

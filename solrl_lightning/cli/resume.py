@@ -203,17 +203,14 @@ def _is_whole(override: Override, overrides: Iterable[Override]) -> bool:
 
 def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) -> Path:
     """Return the run's folder for ``ckpt=auto``, which must be the same when the command is given again."""
-    if not training:
-        raise UserError(
-            "ckpt=auto is invalid: it continues a training run. Use ckpt=last or ckpt=best for other tasks."
-        )
     cfg = tree.compose([str(o.input_line) for o in overrides if o.key_or_group != "ckpt"])
     pattern: Any = OmegaConf.to_container(cfg.hydra.run, resolve=False)
-    if "${launched:" in pattern["dir"] or "${now:" in pattern["dir"]:
-        raise UserError(
-            "ckpt=auto is invalid: it needs a folder that the same command finds again, and this one's name has the "
-            "time in it. Name one with hydra.run.dir=<folder>."
-        )
+    rule = "" if training else "it continues a training run. Use ckpt=last or ckpt=best for other tasks"
+    if not rule and ("${launched:" in pattern["dir"] or "${now:" in pattern["dir"]):
+        rule = "it needs a folder that the same command finds again, and this one's name has the time in it. Name one "
+        rule += "with hydra.run.dir=<folder>"
+    if rule:
+        raise UserError(f"ckpt=auto is invalid: {rule}.")
     with resolvable(cfg):
         return Path(cfg.hydra.run.dir)
 
@@ -284,11 +281,11 @@ def _newest_checkpoint(name: Path) -> tuple[Path, bool]:
             newest = next((folder for folder in newest_first if not _is_copy(folder)), newest_first[0])
             if (newest / name).is_file():
                 return newest / name, is_here
-            raise UserError(f"ckpt={name.stem} is invalid: the newest run, {newest}, has no {name}. Use ckpt=<file>.")
-    raise UserError(
-        f"ckpt={name.stem} is invalid: no run with {name} is in the record of those started on this machine, "
-        f"and none is under {OUTPUTS.resolve()}. Name a file with ckpt=<file>."
-    )
+            rule = f"the newest run, {newest}, has no {name}"
+            break
+    else:
+        rule = f"no run with {name} is in the record of those started on this machine, nor under {OUTPUTS.resolve()}"
+    raise UserError(f"ckpt={name.stem} is invalid: {rule}. Name a file with ckpt=<file>.")
 
 
 def _is_copy(folder: Path) -> bool:
@@ -341,16 +338,14 @@ def _check_resumable(
     examples = f"{', '.join(changed[:3])}{' and more' if len(changed) > 3 else ''}"
     if not culprits:
         key, *_ = changed
-        if key in moved:
-            raise UserError(
-                f"Cannot resume {folder}: {key}={before[key][0]} is {now[key][1]} now, and was another value when the "
-                f"run began (changed: {examples}). Set it as it was, or start a new folder from that state: "
-                f"{path_option('ckpt', checkpoint)}."
-            )
+        change = f"{key}={before[key][0]} is {now[key][1]} now, and was another value when the run began"
+        fix = "Set it as it was"
+        if key not in moved:
+            change = f"{key}={now[key][1]} is not the {before[key][1]} that the run has recorded, by an edited file or "
+            change, fix = f"{change}another version of solrl_lightning", f"Write {key}={before[key][1]}"
         raise UserError(
-            f"Cannot resume {folder}: {key}={now[key][1]} is not the {before[key][1]} that the run has recorded, by an "
-            f"edited file or another version of solrl_lightning (changed: {examples}). Write {key}={before[key][1]}, "
-            f"or start a new folder from that state: {path_option('ckpt', checkpoint)}."
+            f"Cannot resume {folder}: {change} (changed: {examples}). {fix}, or start a new folder from that state: "
+            f"{path_option('ckpt', checkpoint)}."
         )
     again = [shell_quoted(line) for line in [*finding(tree.own_sources), *(str(o.input_line) for o in overrides)]]
     if any(o.key_or_group == "model" for o in culprits) and recorded.model.pretrained != current.model.pretrained:

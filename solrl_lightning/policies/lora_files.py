@@ -99,22 +99,20 @@ def _of_transformer(settings: str, named: str) -> dict[str, Any]:
 
 def _check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str) -> None:
     """Raise ``UserError`` for tensors that are not all A, B and alpha of a LoRA."""
-    start = config.get("init_lora_weights")
+    start, rule, fix = config.get("init_lora_weights"), "", _FIX
     if isinstance(start, str) and start not in _PLAIN_STARTS:
-        raise UserError(
-            f"{named}: its init_lora_weights is {start}, so it updates base weights that peft has changed. Save it by "
-            "path_initial_model_for_weight_conversion=<its initial adapter>, which converts it."
-        )
-    if config.get("alora_invocation_tokens"):
-        raise UserError(f"{named}: it is an aLoRA, which a language model applies to some of its tokens. {_FIX}")
+        rule = f"its init_lora_weights is {start}, so it updates base weights that peft has changed"
+        fix = "Save it by path_initial_model_for_weight_conversion=<its initial adapter>, which converts it."
+    elif config.get("alora_invocation_tokens"):
+        rule = "it is an aLoRA, which a language model applies to some of its tokens"
     for name, value in tensors.items():
         is_alpha = name.endswith(".alpha") and value.ndim < 2 and value.numel() == 1
         is_factor = _WEIGHT.fullmatch(name) and value.is_floating_point() and value.ndim > 1 and value.numel()
-        if not is_alpha and not is_factor:  # as a bias, or the magnitude of a DoRA
-            raise UserError(
-                f"{named}: {name}, {value.dtype} {list(value.shape)}, is neither A nor B of a LoRA in floating point, "
-                f"nor an alpha, and a run trains no more. {_FIX}"
-            )
+        if not rule and not is_alpha and not is_factor:  # as a bias, or the magnitude of a DoRA
+            of = f"{name}, {value.dtype} {list(value.shape)}"
+            rule = f"{of}, is neither A nor B of a LoRA in floating point, nor an alpha, and a run trains no more"
+    if rule:
+        raise UserError(f"{named}: {rule}. {fix}")
 
 
 def _fold_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:

@@ -47,18 +47,14 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
         preprocess = _crop_to_square(key, processor, images)
         end = tokenizer("").input_ids[-1]
     expected = text.eos_token_id if text.eos_token_id != 2 else text.vocab_size - 1
+    crop, side, misfit = (preprocess.height, preprocess.width), model.config.vision_config.image_size, ""
     if len(tokenizer) > text.vocab_size or end != expected:
-        raise UserError(
-            f"{key}={processor} is invalid: its tokenizer has {len(tokenizer)} tokens and ends texts with number "
-            f"{end}, but pretrained={pretrained} has {text.vocab_size} and expects {expected}. Set {key} to the "
-            "processor of the model's training."
-        )
-    crop, side = (preprocess.height, preprocess.width), model.config.vision_config.image_size
-    if crop != (side, side):
-        raise UserError(
-            f"{key}={processor} is invalid: it crops images to {crop[0]} x {crop[1]} pixels, but "
-            f"pretrained={pretrained} takes {side} x {side}. Set {key} to the processor of the model's training."
-        )
+        misfit = f"its tokenizer has {len(tokenizer)} tokens and ends texts with number {end}, but "
+        misfit += f"pretrained={pretrained} has {text.vocab_size} and expects {expected}"
+    elif crop != (side, side):
+        misfit = f"it crops images to {crop[0]} x {crop[1]} pixels, but pretrained={pretrained} takes {side} x {side}"
+    if misfit:
+        raise UserError(f"{key}={processor} is invalid: {misfit}. Set {key} to the processor of the model's training.")
     return model, tokenizer, preprocess
 
 

@@ -67,17 +67,11 @@ class WeightedRewards:
     ) -> None:
         self.frames = frames
         self.rewards, self.combine = dict(rewards), combine
-        taken = {*rewards} & {*self.part_names, *self.costs}
-        if taken:
+        names = Counter([*rewards, *self.part_names, *self.costs])
+        if twice := [name for name, count in names.items() if count > 1]:
             raise UserError(
-                f"reward.{min(taken)} is invalid: a part of another reward has the same name in curves and tables. "
-                "Choose another name for the reward."
-            )
-        twice = [name for name, count in Counter(self.part_names).items() if count > 1]
-        if twice:
-            raise UserError(
-                f"reward is invalid: two parts have the name {twice[0]} in curves and tables: the name of the reward "
-                "and one of its part_names. Give each part its own name."
+                f"reward is invalid: two rewards, or parts of rewards, have the name {twice[0]} in curves and tables. "
+                "Choose another name for one: a part has the name of its reward and one of its part_names."
             )
         self.weights = {name: float(weights[name]) for name in rewards}
         self.name = trained_reward(self.weights)

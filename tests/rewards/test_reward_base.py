@@ -298,11 +298,11 @@ def test_missing_score_of_a_reward_of_weight_0_is_missing_there_only(combine: An
 
 def test_part_and_reward_of_one_name_are_an_error() -> None:
     rewards = {"counts": Counts(), "counts_count": ShapesReward()}
-    with pytest.raises(UserError, match=r"reward\.counts_count is invalid: a part of another reward has the same name"):
+    with pytest.raises(UserError, match="reward is invalid: two rewards, or parts .* have the name counts_count in c"):
         WeightedRewards(rewards, dict.fromkeys(rewards, 1.0))
     twice = Counts()
     twice.part_names = ("count", "count")
-    with pytest.raises(UserError, match="reward is invalid: two parts have the name counts_count in curves and tables"):
+    with pytest.raises(UserError, match="reward is invalid: two rewards, or parts .* have the name counts_count in c"):
         WeightedRewards({"counts": twice}, {"counts": 1.0})
 
 
