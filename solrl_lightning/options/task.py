@@ -107,7 +107,7 @@ class Sizes(Group):
 
 
 class Benchmark(_Known):
-    families: list[str]
+    families: Annotated[list[str], Field(min_length=1)]
     """Families to time; naive_scaling and compile, if listed, are the baselines."""
     precisions: list[str] | None
     """Time families with a shadow once with each, e.g. [nvfp4,int8]; null: ``precision=`` only."""

@@ -94,6 +94,7 @@ def plan_run(
     passes, trained = trace(model, trained_as(cfg.model, cfg.seed, cfg.is_sharded))
     trained_weights = sum(weight.numel() for weight in trained.state(TRAINED).values())
     average = 4 * trained_weights
+    averaged = bool(cfg.callbacks_of("ema.WeightEMA"))
     beside = separate_bytes((trained.transformer, trained.weights), weights.values())
     replaced = trained.replaced
     rounded = 0 if trained.weights is trained.transformer else stored["bfloat16"]
@@ -119,7 +120,7 @@ def plan_run(
         "merged": 0 if cfg.is_sharded else replica_bytes(weights, replaced),
         "shadow_packed": packed if SHADOW in cfg.samplers else 0,
         "shadow_here": shadows[backend],
-        "trained": math.ceil((beside + (average if cfg.callbacks_of("ema.WeightEMA") else 0)) / trained_shards),
+        "trained": math.ceil((beside + averaged * average) / trained_shards),
         # Of float32 weights, and gradients of their rounded copy; with shards the base weights, beside what computes.
         "gradients_and_moments": math.ceil((3 * average + rounded) / trained_shards),
         "gathered": gathered,
@@ -136,7 +137,7 @@ def plan_run(
     here = footprint.settled(options, room)
     size["training"] = cfg.model.micro_batch * passes.training_bytes[here[RECOMPUTED]]
     parameters = sum(weight.numel() for weight in weights.values())
-    checkpoint = CHECKPOINT_BYTES * trained_weights
+    checkpoint = CHECKPOINT_BYTES * trained_weights - (not averaged) * average
     return Plan(model, architecture, layers, passes, parameters, size, checkpoint, footprint, options, here, shadows)
 
 

@@ -161,9 +161,8 @@ class Evaluation:
         assert self.table is not None, "an evaluation has filled it"
         scores, others = self.table.tensor_split([len(self.names)], dim=1)
         means = means_of(self.names, scores)
-        if self.base is not None and self.base.shape == scores.shape:
-            known = torch.where(scores.isfinite(), scores, self.base)
-            means = means_of(self.names, torch.where(self.base.isfinite(), known, torch.nan))
+        if self.base is not None:
+            means = means_of(self.names, with_base(scores, self.base))
         means += [float(column.mean()) for column in others.unbind(1)]
         return dict(zip(self.columns, means, strict=True))
 
@@ -177,11 +176,18 @@ class Evaluation:
         if not self.history:
             self.base = scores
         parts = {name: means[f"eval/{name}"] for name in self.rewards.part_names}
-        errors = evaluation_errors(self.names, scores, self.base)
+        errors = evaluation_errors(self.names, with_base(scores, self.base), self.base)
         row = {"iteration": iteration, **cost, **rewards, "statistics": statistics, **errors}
         self.history.append(row | ({"parts": parts} if parts else {}))
         logged = {f"eval/{name}": mean for name, mean in (rewards | parts).items()}
         return logged | {f"images/{name}": mean for name, mean in statistics.items()}
+
+
+def with_base(scores: Tensor, base: Tensor | None) -> Tensor:
+    """Return scores [P, R] of the prompts that ``base`` has; one without a score has that of ``base``."""
+    if base is None or base.shape != scores.shape:
+        return scores
+    return torch.where(base.isfinite(), torch.where(scores.isfinite(), scores, base), torch.nan)
 
 
 def evaluation_errors(names: Sequence[str], per_prompt: Tensor, base: Tensor | None) -> dict[str, dict[str, float]]:

@@ -173,6 +173,14 @@ def test_families_with_compile_auto_follow_the_task(compose: Compose) -> None:
     assert compiled == {"naive_scaling": False, "compile": True, "sol_rl": False, "prefix": False}
 
 
+def test_sizes_that_the_rungs_of_a_family_do_not_have_are_an_error(compose: Compose) -> None:
+    message = r"keep:6} is invalid with task.families=\[race\]: its rungs keep 48 and 24 of family.pool. Leave race o"
+    with pytest.raises(UserError, match=message):
+        family_configs(compose(*SMALL, "task.families=[race]", "task.sizes={pool:10,keep:6}"), CPU)
+    with pytest.raises(UserError, match="task.families=.* is invalid: it must be a list with at least one entry"):
+        compose(*SMALL, "task.families=[]")
+
+
 def test_families_are_timed_once_with_each_precision_and_decoder_that_they_use(compose: Compose) -> None:
     options = ("task.decoders=[full,preview]", "task.precisions=[nvfp4,int8]", "model.preview_decoder=tiny")
     rows = family_configs(compose("task=benchmark", *options), CPU)

@@ -314,6 +314,9 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
     always = ("policy", "merged", "shadow_here", "trained", "gradients_and_moments", "autoencoder", "kept_latents")
     largest = max(sizes_of["text_encoders"], sizes_of["training"], sizes_of["rollout"] + sizes_of["pool_latents"])
     assert 3 * result["checkpoint_bytes"] == 5 * sizes_of["gradients_and_moments"]  # weights, old, average, 2 moments
+    assert command("task=plan", "trainer=cpu", "~callbacks.ema", *absent[:-1], "hydra.run.dir=other").status == 0
+    without = json.loads((tmp_path / "other" / "plan.json").read_text())
+    assert 3 * without["checkpoint_bytes"] == 4 * without["bytes"]["gradients_and_moments"]
     assert result["planned_peak"] == sum(sizes_of[name] for name in always) + largest
     assert [(card["card"], card["fits"]) for card in result["cards"]] == [("a", True), ("b", False)]
     assert result["cards"][1]["first_run"] == ["family=prefix"]  # has FP4 units and no room

@@ -128,6 +128,10 @@ def test_prompt_without_a_score_is_left_out_of_means_and_paired_differences() ->
     measured.history, measured.base = [{}], base
     assert measured.means()["shapes"] == pytest.approx((0.1 + 0.5 + 0.8) / 3)  # the base has .0, .5 and .5 of them
     assert measured.record(1, {})["eval/shapes"] == pytest.approx((0.1 + 0.5 + 0.8) / 3)
+    changes, means = torch.tensor([0.1, 0.0, 0.3]), torch.tensor([0.1, 0.5, 0.8])  # errors are of the same prompts
+    errors = measured.history[1]
+    assert errors["change_error"]["shapes"] == pytest.approx(float(changes.std()) / 3**0.5)
+    assert errors["standard_error"]["shapes"] == pytest.approx(float(means.std()) / 3**0.5)
     table[:, 0] = nan
     with pytest.raises(NonFiniteError, match="no held-out image has a finite shapes reward"):
         measured.means()
