@@ -121,10 +121,11 @@ def instantiate_trainer(node: TrainerNode, **options: Any) -> Trainer:
     return trainer
 
 
-def with_option(cfg: Run, group: str, option: str, configured: bool = False) -> Run:
+def with_option(cfg: Run, group: str, option: str, configured: bool = False, **values: Any) -> Run:
     """Return a copy of the options with another option of a group, of the package or of the run's --config-dir.
 
-    ``configured``: with the values below the group that the command line and its experiment set.
+    ``configured``: with the values below the group that the command line and its experiment set. ``values`` replace
+    values of its keys.
 
     Raises:
         UserError: there is no such option, or it lacks a key that is set.
@@ -137,6 +138,7 @@ def with_option(cfg: Run, group: str, option: str, configured: bool = False) -> 
             overrides = as_written(job.overrides.task) if configured else []
         kept = [each for each in overrides if each.lstrip("+~").startswith((f"{group}.", "experiment="))]
         tree[group] = OmegaConf.to_container(configs.compose([*kept, f"{group}={option}"])[group], resolve=False)
+    tree[group].update(values)
     OmegaConf.resolve(tree)
     return cfg.with_group(group, OmegaConf.to_container(tree[group]))
 

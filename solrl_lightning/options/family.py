@@ -52,11 +52,12 @@ class Exploration(Stage):
         later = all(a < b for a, b in pairwise(steps)) and all(a > b for a, b in pairwise(levels))
         fewer = all(a >= b for a, b in pairwise(keeps))
         if not later or not fewer or not self.rungs or steps[-1] > self.steps or keeps[-1] != keep:
+            first, second = max(1, self.steps // 3), max(2, self.steps // 2)
+            example = f"[{{step:{first},keep:{max(pool // 2, keep)}}},{{step:{second},keep:{keep}}}]"
             raise Broken(
-                f"it must be a list of rungs such as '{HERE}.{key}.rungs=[{{step:2,keep:{max(pool // 2, keep)}}},"
-                f"{{step:4,keep:{keep}}}]', each with a step above the one before it, up to {self.steps} (or a noise "
-                f"level, below, under the one before it), and a keep not above the one before it, from the pool of "
-                f"{pool} down to {keep} in the last rung.",
+                f"it must be a list of rungs such as '{HERE}.{key}.rungs={example}', each with a step above the one "
+                f"before it, up to {self.steps} (or a noise level, below, under the one before it), and a keep not "
+                f"above the one before it, from the pool of {pool} down to {keep} in the last rung.",
                 f"{key}.rungs",
                 f"Set it so, or leave {HERE}.pool and {HERE}.keep out.",
             )

@@ -24,10 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_model, device_of, with_option
-from solrl_lightning.errors import UserError
 from solrl_lightning.machine.attention import without_gradients
 from solrl_lightning.names import SHADOW, Decoder
-from solrl_lightning.options.rules import written
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
 from solrl_lightning.policies import replica
@@ -70,17 +68,9 @@ def benchmark(cfg: Run) -> dict[str, Any]:
 def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
     """Return the configuration of every row; named by family, precision and decoder."""
     task, configs = cfg.task_as(Benchmark), {}
+    sizes = {key: size for key, size in task.sizes if size is not None}
     for family in task.families:
-        run = with_option(cfg, "family", family, configured=True)
-        run.family.pool = task.sizes.pool or run.family.pool
-        run.family.keep = task.sizes.keep or run.family.keep
-        rungs = [] if run.family.explore is None else run.family.explore.rungs or []
-        if rungs and (run.family.pool < rungs[0].keep or run.family.keep != rungs[-1].keep):
-            kept = " and ".join(str(rung.keep) for rung in rungs)
-            raise UserError(
-                f"task.sizes={written(task.sizes)} is invalid with task.families=[{family}]: its rungs keep {kept} of "
-                f"family.pool. Leave {family} out, or set task.sizes.keep={rungs[-1].keep} and a larger pool."
-            )
+        run = with_option(cfg, "family", family, configured=True, **sizes)
         if run.family.compile == "auto":  # eager products are not to be compared with the family compile's
             run.family.compile = task.compile and can_compile(device)
         run = Run.of_tree(run.tree())

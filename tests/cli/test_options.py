@@ -141,7 +141,7 @@ model=wan model.frames=last | it must be first, middle, all, or a whole number o
 callbacks.checkpoint.dirpath=x  | run/checkpoints, which the program relies on
 callbacks.best.dirpath=x        | run/checkpoints, which the program relies on
 experiment=smoke model.rung_steps=[1,2,3] | two numbers of solver steps from 1 to 1000. Other rungs are family
-family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:2,keep:48},
+family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:3,keep:48},
 family=race family.explore.rungs=[{step:2,keep:x}] | .keep=x is invalid: it must be a whole number of at least 1. Co
 family=race family.explore.rungs=[{step:2}] | family.explore.rungs.0.keep is missing
 family=race family.explore.rungs=[{keep:24}] | rungs.0={keep:24} is invalid: it must have a step or below, a noise

@@ -4,6 +4,7 @@ PyTorch's fake tensors run the checks of each operation for a GPU and compute no
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,7 +146,8 @@ def test_training_step_stays_on_gpu(blackwell: None, folder: str, monkeypatch: p
     monkeypatch.setattr(solrl_lightning.training.module, "check_finite", lambda *arguments: None)  # looks at numbers
     device = "lazy"
     module = module_on(device, folder, backend_of("bf16", "auto"))
-    monkeypatch.setattr(module, "log_dict", lambda *arguments, **options: None)  # no trainer
+    monkeypatch.setattr(module, "log_dict", lambda *arguments, **options: None)
+    monkeypatch.setattr(type(module), "trainer", SimpleNamespace(world_size=1))
     seeds, scores = pool_seeds(0, 0, PROMPTS[:1], 2), torch.zeros(1, 2)
     latents = torch.empty(1, 2, *module.model.latent_shape, device=device)  # type: ignore[attr-defined]
     rollouts = Rollouts(prompts_of(PROMPTS[:1]), seeds, latents, scores, scores, scores.unsqueeze(-1), scores)

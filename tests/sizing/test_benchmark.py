@@ -173,10 +173,14 @@ def test_families_with_compile_auto_follow_the_task(compose: Compose) -> None:
     assert compiled == {"naive_scaling": False, "compile": True, "sol_rl": False, "prefix": False}
 
 
-def test_sizes_that_the_rungs_of_a_family_do_not_have_are_an_error(compose: Compose) -> None:
-    message = r"keep:6} is invalid with task.families=\[race\]: its rungs keep 48 and 24 of family.pool. Leave race o"
-    with pytest.raises(UserError, match=message):
-        family_configs(compose(*SMALL, "task.families=[race]", "task.sizes={pool:10,keep:6}"), CPU)
+def test_rungs_follow_the_sizes_of_the_task(compose: Compose) -> None:
+    row = family_configs(
+        compose(*SMALL, "model.full_steps=4", "task.families=[race]", "task.sizes={pool:24,keep:6}"), CPU
+    )["race"]
+    assert row.family.explore is not None and [rung.keep for rung in row.family.explore.rungs or ()] == [12, 6]
+
+
+def test_no_family_is_an_error(compose: Compose) -> None:
     with pytest.raises(UserError, match="task.families=.* is invalid: it must be a list with at least one entry"):
         compose(*SMALL, "task.families=[]")
 
