@@ -14,6 +14,7 @@ from torch import Tensor
 
 from solrl_lightning.callbacks.common import Moments
 from solrl_lightning.options.rules import Count, Positive
+from solrl_lightning.training.evaluation import with_base
 
 _FEWEST_PROMPTS = 8  # with fewer, a standard error over prompts says little
 _LEAST_FALL = 0.2  # in standard deviations over prompts, of a reward that has gained nothing yet
@@ -58,9 +59,8 @@ class History:
         return [int(row["iteration"]) for row in rows], [row[metric] for row in rows]
 
     def values(self, column: int) -> Tensor:
-        """Return a column of all tables, float64 [E, P], of the P prompts that have a value in each."""
-        values = torch.stack([table[:, column] for table in self.tables])
-        return values[:, values.isfinite().all(0)]
+        """Return a column of all tables, float64 [E, P]; NaN where a prompt has no value."""
+        return torch.stack([table[:, column] for table in self.tables])
 
 
 class Alarm(NamedTuple):
@@ -96,19 +96,22 @@ def fall_of(values: Tensor, limit: float | None) -> tuple[int, str] | None:
     """Return the index of the best evaluation in ``values`` [E, P] and "fell from ...", or None without a fall.
 
     The last one is below it by at least ``limit`` standard errors of the paired difference, a quarter of what the best
-    has gained over the first evaluation, and 0.2 standard deviations of the first over prompts.
+    has gained over the first evaluation, and 0.2 standard deviations of the first over prompts: over those that have a
+    value in all three, at least eight.
     """
     if limit is None:
         return None
-    means = values.mean(1)
-    best = int(means[:-1].argmax())
-    lost = values[best] - values[-1]
-    error = float(lost.std()) / values.shape[1] ** 0.5
-    gain = float(means[best] - means[0])
-    least = max(limit * error, _LOST_GAIN * gain, _LEAST_FALL * float(values[0].std()))
+    best = int(with_base(values, values[0].expand_as(values))[:-1].nanmean(1).argmax())
+    compared = values[[0, best, -1]]
+    compared = compared[:, compared.isfinite().all(0)]
+    if compared.shape[1] < _FEWEST_PROMPTS:
+        return None
+    (first, top, last), lost = compared.mean(1).tolist(), compared[1] - compared[2]
+    error = float(lost.std()) / len(lost) ** 0.5
+    least = max(limit * error, _LOST_GAIN * (top - first), _LEAST_FALL * float(compared[0].std()))
     if not float(lost.mean()) >= least > 0:
         return None
-    change = f"{float(means[best]):.4g} to {float(means[-1]):.4g}"
+    change = f"{top:.4g} to {last:.4g}"
     return best, f"fell from {change} (standard error of the difference {error:.2g})"
 
 
@@ -157,7 +160,8 @@ def last_below_half(distances: Sequence[float], limit: float | None) -> int | No
 
 def diversity_fell(history: History, column: int, limit: float | None) -> Alarm | None:
     """Return an alarm when the pictures of a prompt have lost a share of the diversity of the first evaluation."""
-    means = history.values(column).mean(1)
+    values = history.values(column)
+    means = values[:, values.isfinite().all(0)].mean(1)
     lost = (1 - means / means[0]).tolist()
     since = last_below_half(lost, limit)
     if since is None:

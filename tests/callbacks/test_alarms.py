@@ -87,6 +87,20 @@ def test_a_fall_exceeds_its_standard_errors_a_share_of_the_gain_and_of_the_sprea
     assert text == "fell from 0.6 to 0.5" and float(error) == pytest.approx(0.08 * math.sqrt(2 / PROMPTS), rel=0.3)
 
 
+def test_prompts_without_a_reward_are_left_out_of_a_fall_and_less_than_eight_have_none() -> None:
+    values = curve(0.4, 0.6, 0.55, 0.5)
+    whole = fall_of(values, 3.0)
+    values[0, :3] = values[2, 4:] = values[3, 5:7] = math.nan  # those of an evaluation between two count in neither
+    left = fall_of(values, 3.0)
+    assert whole is not None and left is not None and left[0] == whole[0] == 1
+    compared = values[[1, 3]][:, [i for i in range(PROMPTS) if i not in (0, 1, 2, 5, 6)]].mean(1)
+    assert left[1].startswith(f"fell from {compared[0]:.4g} to {compared[1]:.4g} (")
+    values[3, 7:] = math.nan
+    assert fall_of(values, 3.0) is None
+    values[3] = math.nan
+    assert fall_of(values, 3.0) is None
+
+
 @pytest.mark.parametrize(("trained", "helps"), [([0.5, 0.6], "more prompts in data.train"), ([0.5, 0.4], "lower")])
 def test_an_alarm_tells_overfitting_from_a_collapse(trained: list[float], helps: str) -> None:
     whole = history(3, shapes=[0.4, 0.5, 0.6, 0.5])
