@@ -290,7 +290,10 @@ def test_candidates_of_a_lost_node_go_to_others_and_its_explorer_starts_on_a_new
         assert_equal(expected, explored(cfg, module))
 
 
-SMALL = "experiment=smoke trainer=cpu iterations=2 seed=7 logger=none callbacks.sample_grid.every=0".split()
+SMALL = (
+    "experiment=smoke trainer=cpu iterations=2 seed=7 logger=none callbacks.sample_grid.every=0 data.eval_prompts=2 "
+    "data.eval_images=1 model.eval_steps=1"
+).split()
 
 
 def there(cfg: Run) -> list[str]:
