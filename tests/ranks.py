@@ -28,7 +28,7 @@ SPREAD = dict(zip(PROMPTS, (1.0, 10.0, 3.0), strict=True))  # of the rewards of 
 OPTIONS = (
     # one rank gets two prompts, the other one
     f"iterations=1 prompts_per_iteration=3 model.max_sequence_length={MAX_WORDS} model.full_steps=4 "
-    "model.preview_steps=2 model.prefix_steps=2 model.eval_steps=2 model.train_timestep_fraction=0.25 "
+    "model.preview_steps=2 model.prefix_steps=2 model.eval_steps=2 model.train_timestep_fraction=0.75 "
     "model.rollout_batch=1 model.decode_batch=1 model.micro_batch=1 data.eval_prompts=3 data.eval_images=1 "
     "~logger ~callbacks"
 ).split()
@@ -110,7 +110,7 @@ def train(cfg: Run) -> dict[str, Any]:
 
 
 def train_all(cfg: Run) -> dict[str, dict[str, Any]]:
-    """One iteration of sol_rl, of 9 rows, which two ranks cannot share evenly; two of prefix with sharded weights."""
+    """One iteration of sol_rl, of 27 rows, which two ranks cannot share evenly; two of prefix with sharded weights."""
     pipeline.EMBED_BATCH = 1
     results = {}
     for name, family in {"whole": "sol_rl", "sharded": "prefix"}.items():
