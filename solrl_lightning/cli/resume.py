@@ -140,6 +140,8 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         f"run: {of_run}; "
         f"overridden here: {_listed(new)}"
     )
+    if replaced := [o.value() for o in recorded if o.key_or_group == EXPERIMENT and o not in valid]:
+        message += f" (in place of experiment={replaced[-1]}; experiment=[{replaced[-1]},<other>] has both)"
     newest = value == "last" and folder is None
     folder, elsewhere = source if in_place else None, _advice_to_go_back(source, valid)
     return Resumed(merged, checkpoint, folder, training, message, value == "auto", newest, elsewhere)

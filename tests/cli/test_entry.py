@@ -583,6 +583,9 @@ def test_task_of_an_experiment_gets_a_folder_as_the_task_of_a_command(
     assert command(*look, "ckpt=last").status == 0
     assert config(only(tmp_path, "outputs/audit/*"))["ckpt"] == str(earlier / "checkpoints" / "last.ckpt")
     assert "Use ckpt=last or ckpt=best for other tasks" in error_of(command, *look, "ckpt=auto", "hydra.run.dir=x")
+    assert command(RECORD, "experiment=smoke", "hydra.run.dir=small").status == 0
+    out = command(*look, "ckpt=small/checkpoints/last.ckpt").out
+    assert "experiment=look (in place of experiment=smoke; experiment=[smoke,<other>] has both)" in out
 
 
 def test_newest_run_is_found_wherever_it_lies(
