@@ -160,9 +160,8 @@ class Evaluation:
         """
         assert self.table is not None, "an evaluation has filled it"
         scores, others = self.table.tensor_split([len(self.names)], dim=1)
-        means = means_of(self.names, scores)
-        if self.base is not None:
-            means = means_of(self.names, with_base(scores, self.base))
+        means_of(self.names, scores)  # raises if no image has a score, which the scores of the base would hide
+        means = means_of(self.names, with_base(scores, self.base))
         means += [float(column.mean()) for column in others.unbind(1)]
         return dict(zip(self.columns, means, strict=True))
 
@@ -184,7 +183,7 @@ class Evaluation:
 
 
 def with_base(scores: Tensor, base: Tensor | None) -> Tensor:
-    """Return scores [P, R] of the prompts that ``base`` has; one without a score has that of ``base``."""
+    """Return scores [P, R] with the scores of ``base`` in place of missing ones; NaN where ``base`` has no score."""
     if base is None or base.shape != scores.shape:
         return scores
     return torch.where(base.isfinite(), torch.where(scores.isfinite(), scores, base), torch.nan)
