@@ -11,11 +11,11 @@ COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.12-slim AS plain
-# The compiler is for torch.compile.
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+# The compiler is for torch.compile. A first process ignores signals before it handles them, so tini is that.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ tini && rm -rf /var/lib/apt/lists/*
 RUN --mount=from=wheel,source=/wheels,target=/wheels pip install --no-cache-dir /wheels/*.whl
 WORKDIR /work
-ENTRYPOINT ["solrl"]
+ENTRYPOINT ["tini", "--", "solrl"]
 
 FROM plain AS nvfp4
 # Of CUDA torch's packages have the other headers and libraries; these are of the same version.

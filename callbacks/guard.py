@@ -55,7 +55,13 @@ class Guard(Callback):
         logged, module = trainer.callback_metrics, module_of(pl_module)
         row = {name: float(logged[name]) for name in METRICS if name in logged}
         self.history.rows.append({"iteration": trainer.current_epoch + 1} | row)
-        watched = {name: w for name, w in module.rewards.weights.items() if w >= 0 and name != module.rewards.name}
+        weights = module.rewards.weights
+        several = sum(weight != 0 for weight in weights.values()) > 1  # the trained one is not its part
+        watched = {
+            name: weight
+            for name, weight in weights.items()
+            if name != module.rewards.name and (weight == 0 or (weight > 0 and several))
+        }
         alarms = find_alarms(self.history, module.evaluation.columns, module.rewards.name, watched, self.limits)
         alarms += self._constant_rewards(trainer)
         new = [alarm for alarm in alarms if alarm.name not in self._active]

@@ -220,7 +220,10 @@ def base_and_final(
 
 
 def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
-    """Return first, last and mean of the probes, and the latest correlation on the kept set; None without a proxy."""
+    """Return first, last and mean of the probes, and the latest correlation on the kept set; None without a proxy.
+
+    Means are over the "ranked" of all "probes", whose candidates have an order, and the spread ratio's over "spreads".
+    """
     if ranks is None or not (ranks.history or ranks.last_kept):
         return None
     fidelity: dict[str, Any] = {"probes": len(ranks.history), **ranks.last_kept}
@@ -228,6 +231,7 @@ def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
         names = [name for name in ranks.history[0] if name != "iteration"]
         columns = {name: [row[name] for row in ranks.history if math.isfinite(row[name])] for name in names}
         mean = {name: fmean(values) if values else None for name, values in columns.items()}
+        fidelity |= {"ranked": len(columns["spearman"]), "spreads": len(columns.get("spread_ratio", []))}
         fidelity |= {"first": ranks.history[0], "last": ranks.history[-1], "mean": mean}
     return fidelity
 
@@ -249,7 +253,7 @@ def selection(
     if ratio is None or whole is None or explore is None or regenerate is None:
         return None
     cost = whole / (whole - explore - regenerate + loop.passes_without_selection * regenerate)
-    return {"gain": ratio**GAIN_EXPONENT, "cost": cost, "probes": ranks["probes"]}
+    return {"gain": ratio**GAIN_EXPONENT, "cost": cost, "probes": ranks["spreads"]}
 
 
 def format_summary(facts: Mapping[str, Any]) -> str:
@@ -289,8 +293,10 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         first, last, mean = numbers([fidelity[which]["spearman"] for which in ("first", "last", "mean")])
         ranks = facts["machine"]["devices"]
         prompts = "another prompt" if ranks == 1 else f"{ranks} other prompts"
-        probes = f"mean of {fidelity['probes']} probes, each of {prompts} ({first} first, {last} last)"
-        rows.append(("proxy spearman", f"{mean}, {probes if fidelity['probes'] > 1 else 'of 1 probe'}"))
+        ranked, made = fidelity["ranked"], fidelity["probes"]
+        of_all = f"{made} probes" if ranked == made else f"{ranked} of {made} probes (the others have no order)"
+        probes = f"mean of {of_all}, each of {prompts} ({first} first, {last} last)"
+        rows.append(("proxy spearman", f"{mean}, {probes if made > 1 else 'of 1 probe'}"))
     rows.append(("precision", facts["precision_backend"]))
     reserved, memory = facts["peak_memory_reserved_bytes"], gibibytes(facts["peak_memory_bytes"])
     rows.append(("peak memory", memory + ("" if reserved is None else f", {gibibytes(reserved)} reserved")))

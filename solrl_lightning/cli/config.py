@@ -242,12 +242,19 @@ class ConfigTree:
 
     def combinations(self, overrides: Iterable[Override]) -> list[dict[str, Any]]:
         """Return the `nodes` of every combination of the options that ``overrides`` choose and the keys they add."""
-        choices = [_swept(each, every=True) for each in overrides if self.options(each.key_or_group) or adds(each)]
+        adding = [each for each in overrides if self.options(each.key_or_group) or adds(each)]
+        choices = [self.forced(_swept(each, every=True)) for each in adding]
         return [self.nodes(combination) for combination in itertools.product(*choices)]
 
     def nodes(self, choices: Sequence[str]) -> dict[str, Any]:
         """Return the value of each node of the options ``choices`` by its dotted key."""
         return dict(_nodes(OmegaConf.to_container(self.compose(choices), resolve=False)))
+
+    def forced(self, choices: Iterable[str]) -> list[str]:
+        """Return ``choices`` with ``++`` before keys that they add, which are there without the overrides that delete
+        them first."""
+        keys = (o.is_add() and o.package is None and not self.options(o.key_or_group) for o in self.parse(choices))
+        return [f"+{choice}" if is_key else choice for choice, is_key in zip(choices, keys, strict=True)]
 
     def _reads(self, argument: str) -> bool:
         try:
@@ -477,14 +484,17 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
     """Raise UserError for an option that its group lacks, a key that the chosen options lack, a plus sign before one
     that they have, or a list in place of a mapping, or the other way round.
     """
-    choices, values, added = [], [], []
+    choices, values, added, deleted = [], [], [], list[str]()
     for override in tree.parse(arguments):
         if is_option := bool(tree.options(override.key_or_group)) and not isinstance(override.value(), dict):
             _check_option(override, tree.options(override.key_or_group))
         if is_option or adds(override):
             choices.append(str(override.input_line))
-            added += [override] if override.is_add() or (is_option and adds(override)) else []
-        elif not override.is_delete():
+            if override.is_add() or (is_option and adds(override)):
+                added += [] if f"{override.key_or_group}.".startswith((*deleted,)) else [override]
+        elif override.is_delete():
+            deleted.append(f"{override.key_or_group}.")
+        else:
             values.append(override)
     lines = [str(override.input_line) for override in added]
     present = tree.nodes([line for line in choices if line not in lines]) if added else {}
@@ -494,9 +504,12 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
         if (key in chosen and not is_node) or not isinstance(present.get(key), dict | None):
             rule = f"{key} is there, and a plus sign adds what is not"
             raise UserError(f"{line} is invalid: {rule}. Write {line.lstrip('+')}.")
+    choices = tree.forced(choices)
     known = tree.nodes(choices) if values else {}
     for override in values:
         key, value = override.key_or_group, override.value()
+        if lost := next((root for root in deleted if f"{key}.".startswith(root)), None):
+            raise UserError(f"{override.input_line} is invalid: ~{lost[:-1]} deletes it. Leave one of them out.")
         if key not in known:
             raise UserError(_elsewhere(tree, key, known, choices) or _unknown_key(key, known, tree.groups()))
         default = known[key]

@@ -181,8 +181,14 @@ def _still_valid(tree: ConfigTree, recorded: list[Override], new: list[Override]
     """
     changed, added = {o.key_or_group for o in new}, {o.key_or_group for o in new if adds(o)}
     off = [o.key_or_group for o in new if tree.options(o.key_or_group) and o.value() == "none"]  # which reads no keys
-    replaced = (o.key_or_group in (added if adds(o) else changed) or is_subkey(o.key_or_group, *off) for o in recorded)
-    valid = [o for o, is_replaced in zip(recorded, replaced, strict=True) if not is_replaced]
+    places = _undone(recorded, new)
+    valid = [
+        o
+        for place, o in enumerate(recorded)
+        if place not in places
+        and (o.is_delete() or o.key_or_group not in (added if adds(o) else changed))
+        and not is_subkey(o.key_or_group, *off)
+    ]
     groups = [o.key_or_group for o in new if tree.options(o.key_or_group)]
     if not groups:
         return valid
@@ -191,6 +197,26 @@ def _still_valid(tree: ConfigTree, recorded: list[Override], new: list[Override]
     valid = [o for o in valid if o not in parts or _entry(o) in keys]
     keys |= {o.key_or_group for o in valid if o in parts}
     return [o for o in valid if o.key_or_group in keys or not is_subkey(o.key_or_group, *groups)]
+
+
+def _undone(recorded: list[Override], new: list[Override]) -> set[int]:
+    """Return the places of ``recorded`` overrides that delete what ``new`` ones set, add or delete, and of those of the
+    same keys that the new ones replace.
+    """
+    undone = set[int]()
+    for place, deletion in enumerate(recorded):
+        key = deletion.key_or_group
+        of_key = [i for i, o in enumerate(recorded) if is_subkey(o.key_or_group, key)]
+        later = [i for i in of_key if i > place]
+        first = next((i for i in of_key if _is_whole(deletion, [recorded[i]])), place)
+        for override in (o for o in new if deletion.is_delete() and is_subkey(o.key_or_group, key)):
+            if override.is_delete():
+                undone |= {place, *later} if override.key_or_group == key else set()
+            elif adds(override):
+                undone |= {i for i in of_key if first <= i <= place} if first < place else set()
+            elif not later:
+                undone.add(place)
+    return undone
 
 
 def _entry(override: Override) -> str:

@@ -36,6 +36,10 @@ class Exploration(Stage):
         if self.stop_after is not None and self.stop_below is not None:
             rule = f"{HERE}.stop_after={self.stop_after} stops the same trajectories."
             raise Broken(rule, "stop_below", f"Set {HERE}.stop_after=null.")
+        for key, value in (("stop_after", self.stop_after), ("stop_below", self.stop_below)):
+            if self.rungs and value is not None:
+                rule = f"{HERE}.{key}={value} stops the same trajectories."
+                raise Broken(rule, "rungs", f"Set {HERE}.{key}=null, or {HERE}.rungs=null for one stop.")
 
     @property
     def stops_early(self) -> bool:

@@ -166,10 +166,14 @@ class Reward(ABC):
 def numbers_of(name: str, method: str, returned: Any, *shapes: tuple[int, ...]) -> Tensor:
     """Return what a reward's ``method`` returned, a tensor, an array or a list, as float32 of one of the ``shapes``.
 
+    None in a list is a missing score, NaN.
+
     Raises:
         UserError: it is something else, complex, or not stored as plain numbers.
     """
     numbers, actual = None, type(returned).__name__
+    if isinstance(returned, list | tuple):
+        returned = [math.nan if number is None else number for number in returned]
     with suppress(TypeError, ValueError, RuntimeError):
         numbers = torch.as_tensor(returned)
     if numbers is not None:

@@ -225,8 +225,8 @@ def check_finite_merits(merits: Tensor, count: int, prompts: list[Prompt]) -> No
         row = int((finite < count).nonzero()[0])
         raise NonFiniteError(
             f"{int(finite[row])} of {merits.shape[1]} candidates have a finite reward for the prompt "
-            f"{prompts[row].identity!r}, fewer than the {count} that are needed. {_FIX} Or leave the prompt out of "
-            "data.train.",
+            f"{prompts[row].identity!r}, fewer than the {count} that are needed. A new run can leave the "
+            f"prompt out of data.train. {_FIX}",
             row,
         )
 

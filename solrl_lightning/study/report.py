@@ -385,6 +385,7 @@ def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section:
 
 def rank_section(history: Rows) -> Section:
     probes = [row for row in history if "rank/spearman" in row]
+    unordered = len(probes) - len(column(probes, "rank/spearman")[1])
     on_kept = ["rank/kept_spearman", "rank/kept_kendall"]
     charts, rows = [], []
     for title, *names in (
@@ -402,7 +403,8 @@ def rank_section(history: Rows) -> Section:
             rows.append([name, *numbers([values[0], values[-1]], 3), measured(mean.mean, mean.standard_error)])
     text = [
         "A probe generates the whole pool of one prompt of each device, another one each time, in BF16 at full steps, "
-        f"and compares its order with the proxy's. {counted(len(probes), 'probe')}; ± is one standard error over them. "
+        f"and compares its order with the proxy's. {counted(len(probes), 'probe')}"
+        f"{f', {unordered} of which have no order' * bool(unordered)}; ± is one standard error over all with a value. "
         "Mean ranks count from 1, the best; spread_ratio is the spread of the kept rewards over the spread of as many "
         "random ones."
     ]

@@ -214,7 +214,7 @@ def means_of(names: Sequence[str], per_prompt: Tensor) -> list[float]:
         NonFiniteError: none has.
     """
     means = [float(column.nanmean()) for column in per_prompt.unbind(1)]
-    for name, mean in zip(names, means, strict=True):
-        if math.isnan(mean):
-            raise NonFiniteError(f"no held-out image has a finite {name} reward. Correct the reward, or the model.")
+    if missing := [name for name, mean in zip(names, means, strict=True) if math.isnan(mean)]:
+        which = f"{' and '.join(missing)} reward"  # together: an image has all of its scores or none
+        raise NonFiniteError(f"no held-out image has a finite {which}. Correct the reward, or the model.")
     return means

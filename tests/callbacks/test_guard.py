@@ -109,6 +109,9 @@ def test_rewards_of_weight_0_are_watched_and_those_of_negative_weight_are_not(ru
     weights = {"shapes": 1.0, "bright": 0.0, "price": -1.0}
     guard = run(rewards=WeightedRewards(dict.fromkeys(weights, ShapesReward()), weights))
     assert [alarm.name for alarm in guard.alarms] == ["reward_fell", "shapes_reward_fell", "bright_reward_fell"]
+    del weights["price"]  # the trained reward is the reward shapes then, and is watched once
+    guard = run(rewards=WeightedRewards(dict.fromkeys(weights, ShapesReward()), weights))
+    assert [alarm.name for alarm in guard.alarms] == ["reward_fell", "bright_reward_fell"]
 
 
 def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(run):

@@ -108,6 +108,8 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     assert f"{tmp_path}, with report.html\n" in printed and "reserved" not in printed
     of_ranks = format_summary(summary | {"machine": summary["machine"] | {"devices": 2}})
     assert "mean of 3 probes, each of 2 other prompts (" in of_ranks
+    some = format_summary(summary | {"rank_fidelity": summary["rank_fidelity"] | {"ranked": 2}})
+    assert "1.0000, mean of 2 of 3 probes (the others have no order), each of another prompt (" in some
     once = format_summary(summary | {"rank_fidelity": summary["rank_fidelity"] | {"probes": 1}})
     assert re.search(r"proxy spearman +1[.]0000, of 1 probe\n", once)
     moved = format_summary(summary | {"paths": {"run": "runs/a"}})  # as by mv, while it trained
@@ -246,7 +248,9 @@ def test_base_and_final_are_none_without_an_evaluation():
 def test_mean_fidelity_is_that_of_the_probes_that_have_one():
     ranks = RankCorrelation(probe_every=1)
     ranks.history = [{"iteration": i, "spearman": value} for i, value in enumerate((float("nan"), 0.5, 0.7))]
-    assert rank_fidelity(ranks)["mean"] == {"spearman": pytest.approx(0.6)}
+    fidelity = rank_fidelity(ranks)
+    assert fidelity["mean"] == {"spearman": pytest.approx(0.6)}
+    assert (fidelity["probes"], fidelity["ranked"]) == (3, 2)
 
 
 def test_finite_only_replaces_nan_and_infinity_by_none():

@@ -801,6 +801,7 @@ def test_resumable_keys_may_change_on_a_resume(command: Command, earlier: Path) 
 
 
 OWN = "+callbacks.g={_target_:a.B,x:1}"
+EMA = "+callbacks.ema._target_=a.B"
 
 
 @pytest.mark.parametrize(
@@ -809,6 +810,16 @@ OWN = "+callbacks.g={_target_:a.B,x:1}"
         (OWN, "~callbacks.g", OWN),
         (OWN, "callbacks.g=null", OWN),
         (f"+{OWN} ~callbacks.g", "callbacks.g={x:2}", f"+{OWN}"),
+        (f"{OWN} ~callbacks.g", OWN, ""),
+        (f"~callbacks.ema {EMA}", "task=evaluate", f"~callbacks.ema {EMA}"),
+        (f"~callbacks.ema {EMA} ~callbacks.ema", EMA, "~callbacks.ema"),
+        (f"~callbacks.ema {EMA}", "~callbacks.ema", ""),
+        (f"~callbacks.ema {EMA}", "callbacks.ema=null", f"~callbacks.ema {EMA}"),
+        (f"~callbacks.ema {EMA}", "callbacks.ema._target_=c.D", f"~callbacks.ema {EMA}"),
+        (f"~callbacks.ema {EMA}", "callbacks=early_stopping", f"~callbacks.ema {EMA}"),
+        ("~logger", "logger=csv", ""),
+        ("~callbacks.guard", "callbacks.guard.stop=true", ""),
+        ("~callbacks.guard", "~callbacks.ema", "~callbacks.guard"),
         (f"{OWN} callbacks.g=null", "+callbacks.g={_target_:c.D}", ""),
         ("logger=csv logger.csv.name=a ~logger.csv.prefix", "logger=tensorboard", ""),
         ("logger.tensorboard.name=a", "~logger", ""),

@@ -142,6 +142,11 @@ def test_scores_may_be_what_reward_models_return(value: Any) -> None:
     assert scores.dtype == torch.float32 and scores.tolist() == [1.0, 0.0]
 
 
+def test_none_in_a_list_is_a_missing_score() -> None:
+    scores = Returns([None, 0.5]).unchecked(torch.zeros(2, 3, 4, 4), ["a", "b"])
+    assert scores.isnan().tolist() == [True, False] and scores[1] == 0.5
+
+
 class Fails(Reward):
     """Looks up a word of the prompt that it does not know."""
 

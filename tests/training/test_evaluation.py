@@ -19,7 +19,7 @@ from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.training import evaluation as module
-from solrl_lightning.training.evaluation import Estimate, Evaluation, evaluation_errors
+from solrl_lightning.training.evaluation import Estimate, Evaluation, evaluation_errors, means_of
 
 
 def test_an_estimate_is_logged_once_and_leaves_out_the_batch_that_compiles(
@@ -135,3 +135,5 @@ def test_prompt_without_a_score_is_left_out_of_means_and_paired_differences() ->
     table[:, 0] = nan
     with pytest.raises(NonFiniteError, match="no held-out image has a finite shapes reward"):
         measured.means()
+    with pytest.raises(NonFiniteError, match="no held-out image has a finite shapes and watched reward[.] Correct"):
+        means_of(["shapes", "diversity", "watched"], torch.tensor([[nan, 1.0, nan]]))
