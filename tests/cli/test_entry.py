@@ -811,6 +811,7 @@ EMA = "+callbacks.ema._target_=a.B"
         (OWN, "callbacks.g=null", OWN),
         (f"+{OWN} ~callbacks.g", "callbacks.g={x:2}", f"+{OWN}"),
         (f"{OWN} ~callbacks.g", OWN, ""),
+        (f"{OWN} ~callbacks.g", "+callbacks.g._target_=c.D", ""),
         (f"~callbacks.ema {EMA}", "task=evaluate", f"~callbacks.ema {EMA}"),
         (f"~callbacks.ema {EMA} ~callbacks.ema", EMA, "~callbacks.ema"),
         (f"~callbacks.ema {EMA}", "~callbacks.ema", ""),
