@@ -33,13 +33,11 @@ class Exploration(Stage):
         if self.stop_after is not None and self.stop_after >= self.steps:
             rule = f"it must be at least 1 and below {HERE}.steps={self.steps}."
             raise Broken(rule, "stop_after", f"Lower it (by default model.prefix_steps) or raise {HERE}.steps.")
-        if self.stop_after is not None and self.stop_below is not None:
-            rule = f"{HERE}.stop_after={self.stop_after} stops the same trajectories."
-            raise Broken(rule, "stop_below", f"Set {HERE}.stop_after=null.")
-        for key, value in (("stop_after", self.stop_after), ("stop_below", self.stop_below)):
-            if self.rungs and value is not None:
-                rule = f"{HERE}.{key}={value} stops the same trajectories."
-                raise Broken(rule, "rungs", f"Set {HERE}.{key}=null, or {HERE}.rungs=null for one stop.")
+        stops = [key for key in ("stop_after", "stop_below", "rungs") if getattr(self, key)]
+        if len(stops) > 1:
+            first, second, *_ = stops
+            rule = f"{HERE}.{first}={getattr(self, first)} stops the same trajectories."
+            raise Broken(rule, second, f"Set {HERE}.{first}=null, or {HERE}.{second}=null.")
 
     @property
     def stops_early(self) -> bool:

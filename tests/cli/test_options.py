@@ -117,7 +117,7 @@ base_weights=int8 family.compile=true | with family.compile=true it must be bflo
 family.explore.stop_after=6      | family.explore.stop_after=6 is invalid: it must be at least 1 and below family.ex
 family=prefix family.explore.stop_below=0.7 | stop_below=0.7 is invalid: family.explore.stop_after=4 stops the same
 family=race family.explore.stop_after=2 | family.explore.stop_after=2 stops the same trajectories. Set
-family=race family.explore.stop_below=.5 | or family.explore.rungs=null for one stop.
+family=race family.explore.stop_below=.5 | or family.explore.rungs=null.
 family.explore.stop_below=1       | it must be a noise level above 0 and below 1
 ++family.regenerate.stop_below=0.7 | nothing reads that key. The keys here are sampler, steps,
 family.explore.decoder=preview   | it needs a tiny autoencoder of this model's latents
