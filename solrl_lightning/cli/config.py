@@ -484,14 +484,16 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
     """Raise UserError for an option that its group lacks, a key that the chosen options lack, a plus sign before one
     that they have, or a list in place of a mapping, or the other way round.
     """
-    choices, values, added, deleted = [], [], [], list[str]()
+    choices, values, added, deleted, renewed = [], [], [], list[str](), set[str]()
     for override in tree.parse(arguments):
         if is_option := bool(tree.options(override.key_or_group)) and not isinstance(override.value(), dict):
             _check_option(override, tree.options(override.key_or_group))
         if is_option or adds(override):
             choices.append(str(override.input_line))
-            if override.is_add() or (is_option and adds(override)):
-                added += [] if f"{override.key_or_group}.".startswith((*deleted,)) else [override]
+            again = {root for root in deleted if f"{override.key_or_group}.".startswith(root)}
+            renewed |= again
+            if not again and (override.is_add() or (is_option and adds(override))):
+                added.append(override)
         elif override.is_delete():
             deleted.append(f"{override.key_or_group}.")
         else:
@@ -508,7 +510,7 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
     known = tree.nodes(choices) if values else {}
     for override in values:
         key, value = override.key_or_group, override.value()
-        if lost := next((root for root in deleted if f"{key}.".startswith(root)), None):
+        if lost := next((root for root in deleted if f"{key}.".startswith(root) and root not in renewed), None):
             raise UserError(f"{override.input_line} is invalid: ~{lost[:-1]} deletes it. Leave one of them out.")
         if key not in known:
             raise UserError(_elsewhere(tree, key, known, choices) or _unknown_key(key, known, tree.groups()))

@@ -179,9 +179,11 @@ def _still_valid(tree: ConfigTree, recorded: list[Override], new: list[Override]
     An override without a plus sign needs a key that one with a plus sign has added. Another option of a group may lack
     keys of the former one, and then has no use for those that were added to them.
     """
-    changed, added = {o.key_or_group for o in new}, {o.key_or_group for o in new if adds(o)}
+    deleted = [o.key_or_group for o in new if o.is_delete()]  # what the run has added there stays, for these to delete
+    changed = {o.key_or_group for o in new}
+    added = {o.key_or_group for o in new if adds(o) and not is_subkey(o.key_or_group, *deleted)}
     off = [o.key_or_group for o in new if tree.options(o.key_or_group) and o.value() == "none"]  # which reads no keys
-    places = _undone(recorded, new)
+    places = _undone(tree, recorded, new)
     valid = [
         o
         for place, o in enumerate(recorded)
@@ -199,17 +201,22 @@ def _still_valid(tree: ConfigTree, recorded: list[Override], new: list[Override]
     return [o for o in valid if o.key_or_group in keys or not is_subkey(o.key_or_group, *groups)]
 
 
-def _undone(recorded: list[Override], new: list[Override]) -> set[int]:
-    """Return the places of ``recorded`` overrides that delete what ``new`` ones set, add or delete, and of those of the
-    same keys that the new ones replace.
+def _undone(tree: ConfigTree, recorded: list[Override], new: list[Override]) -> set[int]:
+    """Return the places of ``recorded`` overrides that delete, or set to null, what ``new`` ones set, add, choose or
+    delete, and of other ones of the same keys that the new ones replace.
     """
+    groups = [(o.key_or_group, str(o.input_line).partition("=")[2]) for o in new if tree.options(o.key_or_group)]
+    chosen = {f"{group}.{option.strip(' []')}" for group, options in groups for option in options.split(",")}
     undone = set[int]()
     for place, deletion in enumerate(recorded):
         key = deletion.key_or_group
+        if not deletion.is_delete() and deletion.value() is not None:
+            continue
         of_key = [i for i, o in enumerate(recorded) if is_subkey(o.key_or_group, key)]
         later = [i for i in of_key if i > place]
         first = next((i for i in of_key if _is_whole(deletion, [recorded[i]])), place)
-        for override in (o for o in new if deletion.is_delete() and is_subkey(o.key_or_group, key)):
+        undone |= {place} if key in chosen else set()
+        for override in (o for o in new if is_subkey(o.key_or_group, key)):
             if override.is_delete():
                 undone |= {place, *later} if override.key_or_group == key else set()
             elif adds(override):

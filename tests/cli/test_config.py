@@ -227,6 +227,7 @@ def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(
             "has yes, no and no good. Replace it by ~reward.vlm.answers '+reward.vlm.answers={good:1,no:0}'.",
         ),
         ("~callbacks.ema +callbacks.ema._target_=x data.eval_promts=2", "Did you mean data.eval_prompts?"),
+        ("~callbacks.guard +callbacks.guard._target_=x callbacks.guard.stop=1 a=1", "There is no key a. "),
         ("~callbacks.guard callbacks.guard.stop=true", "~callbacks.guard deletes it. Leave one of them out."),
         ("hydra.job.env_set={A:1}", "hydra.job.env_set has no keys and no A. Add +hydra.job.env_set.A=<value>."),
         ("optimizer.betas={a:1}", "betas={a:1} is invalid: it must be a list. Write 'optimizer.betas=[<value>"),

@@ -809,6 +809,8 @@ EMA = "+callbacks.ema._target_=a.B"
     [
         (OWN, "~callbacks.g", OWN),
         (OWN, "callbacks.g=null", OWN),
+        (OWN, "~callbacks.g +callbacks.g={_target_:c.D}", OWN),
+        (f"{OWN} callbacks.g.x=2", "~callbacks.g +callbacks.g={_target_:c.D}", f"{OWN} callbacks.g.x=2"),
         (f"+{OWN} ~callbacks.g", "callbacks.g={x:2}", f"+{OWN}"),
         (f"{OWN} ~callbacks.g", OWN, ""),
         (f"{OWN} ~callbacks.g", "+callbacks.g._target_=c.D", ""),
@@ -819,6 +821,11 @@ EMA = "+callbacks.ema._target_=a.B"
         (f"~callbacks.ema {EMA}", "callbacks.ema._target_=c.D", f"~callbacks.ema {EMA}"),
         (f"~callbacks.ema {EMA}", "callbacks=early_stopping", f"~callbacks.ema {EMA}"),
         ("~logger", "logger=csv", ""),
+        ("logger=[csv,tensorboard] ~logger.csv ~callbacks.ema", "logger=[tensorboard,csv]", "~callbacks.ema"),
+        ("reward=[shapes,shapes_strict] ~reward.shapes", "reward=shapes", ""),
+        ("callbacks=early_stopping ~callbacks.early_stopping", "callbacks=early_stopping", ""),
+        ("callbacks.guard=null", "callbacks.guard.stop=true", ""),
+        ("callbacks.early_stopping=null optimizer.lr=1e-3", "callbacks=early_stopping", "optimizer.lr=1e-3"),
         ("~callbacks.guard", "callbacks.guard.stop=true", ""),
         ("~callbacks.guard", "~callbacks.ema", "~callbacks.guard"),
         (f"{OWN} callbacks.g=null", "+callbacks.g={_target_:c.D}", ""),
@@ -833,8 +840,8 @@ EMA = "+callbacks.ema._target_=a.B"
 def test_recorded_override_is_kept_if_its_key_is_there(earlier: Path, of_run: str, new: str, kept: str) -> None:
     OmegaConf.save(OmegaConf.create(of_run.split()), earlier / ".hydra" / "overrides.yaml")
     with ConfigTree() as tree:
-        (*lines, _) = resume(tree, [new, f"ckpt={earlier / 'checkpoints' / 'last.ckpt'}"], False).arguments
-        assert lines == [*kept.split(), new]
+        (*lines, _) = resume(tree, [*new.split(), f"ckpt={earlier / 'checkpoints' / 'last.ckpt'}"], False).arguments
+        assert lines == [*kept.split(), *new.split()]
         tree.jobs(lines, multirun=False)
 
 
