@@ -140,8 +140,9 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         f"run: {of_run}; "
         f"overridden here: {_listed(new)}"
     )
-    if replaced := [o.value() for o in recorded if o.key_or_group == EXPERIMENT and o not in valid]:
-        message += f" (in place of experiment={replaced[-1]}; experiment=[{replaced[-1]},<other>] has both)"
+    replaced = _experiments(o for o in recorded if o not in valid)
+    if not set(replaced) <= set(_experiments(new)):
+        message += f" (in place of experiment={','.join(replaced)}; experiment=[{','.join(replaced)},<other>] has both)"
     newest = value == "last" and folder is None
     folder, elsewhere = source if in_place else None, _advice_to_go_back(source, valid)
     return Resumed(merged, checkpoint, folder, training, message, value == "auto", newest, elsewhere)
@@ -154,6 +155,12 @@ def _task(tree: ConfigTree, overrides: Iterable[Override]) -> Any:
     if tasks or not experiments:
         return tasks[-1] if tasks else "train"
     return tree.compose(experiments).hydra.runtime.choices["task"]
+
+
+def _experiments(overrides: Iterable[Override]) -> list[str]:
+    """Return the names of the experiments that the last override of them chooses."""
+    *_, last = [[], *(o.value() for o in overrides if o.key_or_group == EXPERIMENT)]
+    return list(map(str, last if isinstance(last, list) else [last]))
 
 
 def _sweeps(tree: ConfigTree, overrides: Iterable[Override]) -> bool:

@@ -845,6 +845,22 @@ def test_recorded_override_is_kept_if_its_key_is_there(earlier: Path, of_run: st
         tree.jobs(lines, multirun=False)
 
 
+@pytest.mark.parametrize(
+    ("new", "line"),
+    [
+        ("fast", "in place of experiment=smoke,selection; experiment=[smoke,selection,<other>] has both"),
+        ("[smoke,fast]", "in place of experiment=smoke,selection; "),
+        ("[smoke,selection,fast]", None),
+    ],
+)
+def test_line_names_the_experiments_that_another_one_replaces(earlier: Path, new: str, line: str | None) -> None:
+    OmegaConf.save(OmegaConf.create(["experiment=[smoke,selection]"]), earlier / ".hydra" / "overrides.yaml")
+    with ConfigTree() as tree:
+        checkpoint = f"ckpt={earlier / 'checkpoints' / 'last.ckpt'}"
+        message = resume(tree, ["hydra.run.dir=new", f"experiment={new}", checkpoint], False).message
+    assert line in message if line else "in place of" not in message
+
+
 def test_failed_resume_keeps_the_record_of_the_run(command: Command, earlier: Path) -> None:
     record = {file.name: file.read_bytes() for file in (earlier / ".hydra").iterdir()}
     for iterations in (40, 50):
