@@ -53,10 +53,13 @@ _OF_COMMANDS = {  # keys that a file cannot set
 _STRAIGHT = str.maketrans("\u201c\u201d\u201e\u00ab\u00bb\u2018\u2019\u201a", '"' * 5 + "'" * 3)  # typographic quotes
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"
 _REPEATS = re.compile(r"\$\{([\w.]+)\}")  # the value of a key that repeats another key
-_LIST_FOR_KEYS = (
-    " It has a list in place of keys. Options of a group are chosen in the defaults list, as with "
-    "`- override /reward: [shapes, pickscore]`."
-)
+_HINTS = {
+    "Cannot merge DictConfig with ListConfig": " It has a list in place of keys. Options of a group are chosen in the "
+    "defaults list, as with `- override /reward: [shapes, pickscore]`.",
+    "Could not delete '": ": its option is another one, or a file of your own chooses it. Choose one with "
+    "<group>=<option>, as in logger=none.",
+}
+"""What is added to errors of Hydra with these words."""
 _QUOTED_HOME = re.compile(r"""(?<=[=,\[{:(\s])(["'])~/""")
 
 
@@ -281,8 +284,8 @@ class ConfigTree:
             raise UserError(f"The defaults list of a YAML file of your own {rule}. {fix}.") from error
         except (HydraException, ValueError) as error:
             check_names(self, arguments)
-            is_list = "Cannot merge DictConfig with ListConfig" in str(error)
-            raise UserError(f"{first_lines(error)}{_LIST_FOR_KEYS if is_list else ''}") from error
+            hints = "".join(hint for words, hint in _HINTS.items() if words in str(error))
+            raise UserError(first_lines(error) + hints) from error
 
     def _broken_rule(self, override: Override) -> str:
         """Return what is wrong with an override, whatever the others are, and the fix; empty if nothing is."""

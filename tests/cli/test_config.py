@@ -418,6 +418,15 @@ def test_a_family_in_the_defaults_of_an_experiment_needs_an_override_with_a_slas
         assert tree.compose(["experiment=mine"]).hydra.runtime.choices.family == "race"
 
 
+def test_deleting_the_option_that_a_file_chooses_has_advice(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults: [{override /logger: [csv]}]\n")
+    with ConfigTree(config_dir=str(tmp_path)) as tree:
+        with pytest.raises(UserError, match=r"a file of your own chooses it. Choose one with .*, as in logger=none\."):
+            tree.compose(["experiment=mine", "~logger"])
+        assert "logger" not in tree.compose(["~logger"]) and tree.compose(["experiment=mine", "logger=none"])
+
+
 @pytest.mark.parametrize("group", ["reward", "objective", "callbacks", "old_policy"])
 def test_a_group_with_nothing_below_it_is_an_error(tmp_path: Path, group: str) -> None:
     (tmp_path / "experiment").mkdir()
