@@ -118,7 +118,7 @@ def test_honoured_settings_give_the_levels_of_the_pipeline(architecture: str, co
 def test_any_flow_shift_begins_with_pure_noise(model: str, folder_of: FolderOf) -> None:
     """Otherwise flow_grpo's first step would have a noise of sqrt(1 / rounding), or the solver would refuse a level."""
     adapter = load_nano(model, folder_of(model))
-    for hundredths in range(100, 200):
+    for hundredths in range(100, 500):
         scheduler = adapter.pipeline.scheduler
         adapter.pipeline.scheduler = scheduler.from_config(scheduler.config, flow_shift=hundredths / 100)
         levels = adapter.sigmas(4)
