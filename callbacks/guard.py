@@ -56,7 +56,7 @@ class Guard(Callback):
         row = {name: float(logged[name]) for name in METRICS if name in logged}
         self.history.rows.append({"iteration": trainer.current_epoch + 1} | row)
         weights = module.rewards.weights
-        several = sum(weight != 0 for weight in weights.values()) > 1  # the trained one is not its part
+        several = sum(weight != 0 for weight in weights.values()) > 1  # else reward_fell watches it
         watched = {
             name: weight
             for name, weight in weights.items()

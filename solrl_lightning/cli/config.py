@@ -23,7 +23,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -392,6 +392,18 @@ def _check_files(sources: Iterable[str]) -> None:
                 )
 
 
+def is_subkey(key: str, *roots: str) -> bool:
+    """Return whether ``key`` is one of ``roots`` or below one."""
+    return any(key == root or key.startswith(f"{root}.") for root in roots)
+
+
+def named_options(override: Override) -> list[Any]:
+    """Return the options of a group that ``override`` names: one, or those of a list or of a sweep."""
+    value: Any = override.value()
+    choices = value.list if isinstance(value, ChoiceSweep) else [value]
+    return [option for choice in choices for option in (choice if isinstance(choice, list) else [choice])]
+
+
 def adds(override: Override) -> bool:
     """Return whether ``override`` has a plus sign."""
     return override.is_add() or override.is_force_add()
@@ -493,12 +505,12 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
             _check_option(override, tree.options(override.key_or_group))
         if is_option or adds(override):
             choices.append(str(override.input_line))
-            again = {root for root in deleted if f"{override.key_or_group}.".startswith(root)}
+            again = {root for root in deleted if is_subkey(override.key_or_group, root)}
             renewed |= again
             if not again and (override.is_add() or (is_option and adds(override))):
                 added.append(override)
         elif override.is_delete():
-            deleted.append(f"{override.key_or_group}.")
+            deleted.append(override.key_or_group)
         else:
             values.append(override)
     lines = [str(override.input_line) for override in added]
@@ -513,8 +525,8 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
     known = tree.nodes(choices) if values else {}
     for override in values:
         key, value = override.key_or_group, override.value()
-        if lost := next((root for root in deleted if f"{key}.".startswith(root) and root not in renewed), None):
-            raise UserError(f"{override.input_line} is invalid: ~{lost[:-1]} deletes it. Leave one of them out.")
+        if lost := next((root for root in deleted if is_subkey(key, root) and root not in renewed), None):
+            raise UserError(f"{override.input_line} is invalid: ~{lost} deletes it. Leave one of them out.")
         if key not in known:
             raise UserError(_elsewhere(tree, key, known, choices) or _unknown_key(key, known, tree.groups()))
         default = known[key]
@@ -530,8 +542,8 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
 
 
 def _check_option(override: Override, options: list[str]) -> None:
-    group, value = override.key_or_group, override.value()
-    for option in value if isinstance(value, list) else [value]:
+    group = override.key_or_group
+    for option in named_options(override):
         if str(option).removesuffix(".yaml") not in options and not (option is None and override.is_delete()):
             near = did_you_mean([f"{group}={name}" for name in nearest(str(option), options)])
             known = f"The options are {', '.join(options)}, by files that end in .yaml"

@@ -30,6 +30,8 @@ from solrl_lightning.cli.config import (
     adds,
     as_written,
     finding,
+    is_subkey,
+    named_options,
     own_sources,
     resolvable,
     searched,
@@ -159,8 +161,8 @@ def _task(tree: ConfigTree, overrides: Iterable[Override]) -> Any:
 
 def _experiments(overrides: Iterable[Override]) -> list[str]:
     """Return the names of the experiments that the last override of them chooses."""
-    *_, last = [[], *(o.value() for o in overrides if o.key_or_group == EXPERIMENT)]
-    return list(map(str, last if isinstance(last, list) else [last]))
+    *_, last = [[], *(named_options(o) for o in overrides if o.key_or_group == EXPERIMENT)]
+    return list(map(str, last))
 
 
 def _sweeps(tree: ConfigTree, overrides: Iterable[Override]) -> bool:
@@ -212,8 +214,7 @@ def _undone(tree: ConfigTree, recorded: list[Override], new: list[Override]) -> 
     """Return the places of ``recorded`` overrides that delete, or set to null, what ``new`` ones set, add, choose or
     delete, and of other ones of the same keys that the new ones replace.
     """
-    groups = [(o.key_or_group, str(o.input_line).partition("=")[2]) for o in new if tree.options(o.key_or_group)]
-    chosen = {f"{group}.{option.strip(' []')}" for group, options in groups for option in options.split(",")}
+    chosen = {f"{o.key_or_group}.{name}" for o in new if tree.options(o.key_or_group) for name in named_options(o)}
     undone = set[int]()
     for place, deletion in enumerate(recorded):
         key = deletion.key_or_group
@@ -222,14 +223,14 @@ def _undone(tree: ConfigTree, recorded: list[Override], new: list[Override]) -> 
         of_key = [i for i, o in enumerate(recorded) if is_subkey(o.key_or_group, key)]
         later = [i for i in of_key if i > place]
         first = next((i for i in of_key if _is_whole(deletion, [recorded[i]])), place)
-        undone |= {place} if key in chosen else set()
-        for override in (o for o in new if is_subkey(o.key_or_group, key)):
-            if override.is_delete():
-                undone |= {place, *later} if override.key_or_group == key else set()
-            elif adds(override):
-                undone |= {i for i in of_key if first <= i <= place} if first < place else set()
-            elif not later:
-                undone.add(place)
+        of_new = [o for o in new if is_subkey(o.key_or_group, key)]
+        if any(o.is_delete() and o.key_or_group == key for o in of_new):
+            undone |= {place, *later}
+        if first < place and any(map(adds, of_new)):
+            undone |= {i for i in of_key if first <= i <= place}
+        sets = any(not adds(o) and not o.is_delete() for o in of_new)
+        if key in chosen or (sets and not later):
+            undone.add(place)
     return undone
 
 
@@ -458,11 +459,6 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         values |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
     return values
-
-
-def is_subkey(key: str, *roots: str) -> bool:
-    """Return whether ``key`` is one of ``roots`` or below one."""
-    return any(key == root or key.startswith(f"{root}.") for root in roots)
 
 
 def _dotted(override: Override) -> str:

@@ -10,9 +10,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from solrl_lightning.artifacts.finished_runs import RECORDED_CONFIG, RECORDED_OVERRIDES, Run
-from solrl_lightning.cli.config import as_written
+from solrl_lightning.cli.config import as_written, is_subkey
 from solrl_lightning.cli.console import first_lines
-from solrl_lightning.cli.resume import digest, is_subkey, leaves, read_record, recorded_digests
+from solrl_lightning.cli.resume import digest, leaves, read_record, recorded_digests
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import AUTO, BACKENDS
 from solrl_lightning.study.time_to_reward import GroupCurve, Plateau, plateau
