@@ -12,9 +12,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from solrl_lightning.artifacts.files import CHECKPOINT_BYTES
+from solrl_lightning.artifacts.files import CHECKPOINT_BYTES, read_checkpoint
 from solrl_lightning.artifacts.run_folder import BEST, LAST
 from solrl_lightning.callbacks.common import loop_of, module_of
+from solrl_lightning.errors import UserError
 from solrl_lightning.names import TRAINED
 from solrl_lightning.options.rules import Count, CountOrZero
 
@@ -49,7 +50,8 @@ class LastCheckpoint(Checkpoint):
 class BestCheckpoint(Checkpoint):
     """Writes ``best.ckpt`` after every iteration whose evaluation is the best since training began.
 
-    A resume with other evaluations begins anew, and keeps the earlier file as ``best_<iteration>.ckpt``.
+    A resume with other evaluations begins anew, and keeps the earlier file as ``best_<iteration>.ckpt``. The file may
+    be of a later iteration than ``last.ckpt``, if the run was killed between the two.
 
     Must precede the callback that writes ``last.ckpt``, whose state then includes this one.
 
@@ -65,12 +67,24 @@ class BestCheckpoint(Checkpoint):
         self.iteration: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        branched = not trainer.strategy.broadcast(self.path.is_file())
-        if branched or not module_of(pl_module).evaluation.comparable:
-            if not branched and trainer.is_global_zero:
-                earlier = self.path.replace(self.path.with_stem(f"{self.path.stem}_{self.iteration or 0:06d}"))
+        self.load_state_dict(trainer.strategy.broadcast(self._state_in_file()))
+        if self.iteration is not None and not module_of(pl_module).evaluation.comparable:
+            if trainer.is_global_zero:
+                earlier = self.path.replace(self.path.with_stem(f"{self.path.stem}_{self.iteration:06d}"))
                 log.info("the best checkpoint by the earlier evaluations is kept as %s", earlier)
             self.reward = self.iteration = None
+
+    def _state_in_file(self) -> dict[str, Any]:
+        """Return the state with which ``best.ckpt`` was written; an empty one of a branch, which has no file yet."""
+        empty = {"reward": None, "iteration": None}
+        if not self.path.is_file():
+            return empty
+        try:
+            state: dict[str, Any] = read_checkpoint(self.path)["callbacks"].get(self.state_key, empty)
+        except UserError as error:
+            log.warning("%s The next evaluation writes it anew.", error)
+            return empty
+        return state
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module, iteration = module_of(pl_module), loop_of(trainer).iterations_done

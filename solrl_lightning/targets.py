@@ -44,7 +44,8 @@ def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = obj
         cause = error.__cause__ or error if isinstance(error, InstantiationException) else error
         if isinstance(cause, UserError) or is_of_machine(cause):
             raise cause from None
-        reason = " ".join(str(cause).split()).rstrip(".?")
+        words = str(cause).split()  # a KeyError's is a name alone
+        reason = " ".join(words if len(words) > 1 else [f"{type(cause).__name__}:", *words]).rstrip(".?:")
         if inspect.isabstract(target):
             fix = f"Define {', '.join(sorted(target.__abstractmethods__))} in it."  # type: ignore[attr-defined]
         elif isinstance(cause, TypeError):  # Python's, about arguments

@@ -1,6 +1,7 @@
 """Files of a saved model: those that libraries replace by defaults, and damaged ones, which they do not name."""
 
 import json
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -9,6 +10,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from solrl_lightning.artifacts.formatting import path_option
 from solrl_lightning.artifacts.hub import check_fetched, is_path
 from solrl_lightning.errors import (
     NonFiniteError,
@@ -72,11 +74,22 @@ def check_undamaged(key: str, name: str, part: str = "") -> None:
         if file.suffix == ".json":
             check_json(key, name, file)
         if file.suffix == ".safetensors":
-            with reading(f"{key}={name} is invalid: {file}"), safe_open(file, framework="pt"):
-                pass  # its header tells the size of a whole file
+            check_header(file, f"{key}={name} is invalid")
         if file.suffix == ".jinja":  # any other text would be the same prompt in all rows
             with reading(f"{key}={name} is invalid: {file} must have a loop over messages"):
                 file.read_text(encoding="utf-8").index("messages")
+
+
+def check_header(file: Path, named: str) -> None:
+    """Raise UserError, which begins with ``named``, unless a file is of safetensors and as long as its header says."""
+    check_fetched(file, named)
+    if zipfile.is_zipfile(file):
+        fix = f"Set {path_option('ckpt', file)}, if it is the checkpoint of a run"
+        if file.suffix != ".ckpt":
+            fix = "Save its tensors by safetensors.torch.save_file"
+        raise UserError(f"{named}: {file} must be of safetensors, and is of torch.save, or an archive. {fix}.")
+    with reading(f"{named}: {file}"), safe_open(file, framework="np"):
+        pass
 
 
 def check_json(key: str, name: str, file: Path) -> None:

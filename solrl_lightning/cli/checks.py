@@ -10,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from solrl_lightning.artifacts.complete import check_header
 from solrl_lightning.artifacts.finished_runs import finished_runs
 from solrl_lightning.artifacts.formatting import path_option
 from solrl_lightning.cli.config import as_written, without_hydra
@@ -93,16 +94,17 @@ def check_paths(options: Run) -> None:
     lora = options.lora
     if lora is not None:
         path = Path(lora).expanduser()
-        if not any(file.is_file() for file in ([path / name for name in LORA_FILES] if path.is_dir() else [path])):
+        named, places = f"model.init_lora={lora} is invalid", [path / name for name in LORA_FILES]
+        file = next((file for file in (places if path.is_dir() else [path]) if file.is_file()), None)
+        if file is None:
             rule = f"it must be a LoRA file, or a folder with {' or '.join(LORA_FILES)}"
             # A file of another name, as on the hub, or the LoRA inside a run folder.
             files = [file for name in LORA_FILES for file in path.glob(f"*/{name}")]
             others = [*path.glob("[!.]*.safetensors")]
             near = sorted([*others, *(file.parent for file in files)])
             fix = ", or ".join(path_option("model.init_lora", file) for file in near) or "model.init_lora=<LoRA>"
-            raise UserError(
-                f"model.init_lora={lora} is invalid: {rule}. Set {fix}{', if it is a LoRA' * bool(others)}."
-            )
+            raise UserError(f"{named}: {rule}. Set {fix}{', if it is a LoRA' * bool(others)}.")
+        check_header(file, named)
 
 
 def check_needs(options: Run) -> None:

@@ -555,7 +555,7 @@ def _checkpoint_near(path: Path) -> str:
 
 
 def _from_lora(path: Path) -> str:
-    return f"If it is a LoRA, begin a new run from it with {path_option('model.init_lora', path)}"
+    return f"If it is a LoRA, set {path_option('model.init_lora', path)} in place of ckpt"
 
 
 def recorded_contents(checkpoint: Path) -> tuple[int, float] | None:

@@ -160,6 +160,9 @@ def _renamed(path: Path) -> str:
     file, text = (shell_quoted(str(path.with_suffix(suffix))) for suffix in (path.suffix, ".txt"))
     if path.suffix.lower() == ".gz":
         return f"Unpack it: gunzip -k {file}"
+    with open(path, "rb") as content:
+        if b"\0" in content.read(4096):  # no text, as an archive or a spreadsheet
+            return "Save its prompts in such a file."
     return f"If each line of it is a prompt, give it another name: cp {file} {text}"
 
 

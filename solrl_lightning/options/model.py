@@ -13,7 +13,6 @@ from solrl_lightning.options.rules import (
     Count,
     CountOrAuto,
     CountOrZero,
-    Finite,
     Group,
     Images,
     NotNegative,
@@ -41,6 +40,7 @@ Scored = Annotated[
 LoraFile = Annotated[
     str, must_be("<hub id or folder>/<file>.safetensors", lambda v: isinstance(v, str) and v.endswith(".safetensors"))
 ]
+Shift = Annotated[float, number("a number from 0.001 to 1000", lambda value: 0.001 <= value <= 1000)]
 Alpha = Annotated[float, number("a number above 0 and at most 1000000", lambda value: 0 < value <= 1_000_000)]
 RungSteps = Annotated[
     list[int],
@@ -144,7 +144,7 @@ class Model(Group):
     """Value of the guidance embedding, of a model that has one."""
     guidance_scale: Guidance = 1
     """Scale of classifier-free guidance, which doubles the forward passes; 1: none. docs/models/index.md"""
-    flow_shift: Finite | None = None
+    flow_shift: Shift | None = None
     """Shift of the noise levels, of a model that has one."""
     decode_batch: Count
     """Images decoded at once."""

@@ -7,6 +7,7 @@ here a missing weight is an error.
 import importlib
 import inspect
 import json
+import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from solrl_lightning.artifacts.hub import fetch as fetch_file
 from solrl_lightning.artifacts.hub import is_path
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.policies.config_files import INDEX
+
+log = logging.getLogger(__name__)
 
 _OF_WAN_22 = ("transformer_2", "boundary_ratio", "expand_timesteps")  # in the index of a WanPipeline
 _NULL = [None, None]  # in the index, of a component that was None when the pipeline was saved
@@ -211,18 +214,20 @@ def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant:
     of_variant = sorted(folder.glob(f"[!.]*.{variant}[.-]*safetensors")) if variant else []
     read = of_variant or [file for file in folder.glob("[!.]*.safetensors") if file.name.count(".") == 1]
     others = sorted(file.name for file in folder.glob("[!.]*") if file.suffix in (".safetensors", ".bin"))
+    problem = ""
     if others and not read:
-        raise UserError(
-            f"{folder} is invalid: with model.variant={variant or 'null'} its weights must be in *.safetensors, and "
-            f"they are in {others[0]}. Set model.variant=<word> for *.<word>.safetensors; save others again by "
-            "save_pretrained(<folder>) of diffusers, without safe_serialization=False."
+        problem = (
+            f"with model.variant={variant or 'null'} its weights must be in *.safetensors, and are in {others[0]}. "
+            "Set model.variant=<word> for *.<word>.safetensors; save others again by save_pretrained(<folder>) of "
+            "diffusers, without safe_serialization=False."
         )
-    method = (config.get("quantization_config") or {}).get("quant_method") or _dtype_that_is_quantized(read)
-    if method:
-        raise UserError(
-            f"{folder} is invalid: its weights are quantised ({method}), and must be of 16 or 32 bits. "
-            "Give the model's folder from before its quantisation."
+    elif method := (config.get("quantization_config") or {}).get("quant_method") or _dtype_that_is_quantized(read):
+        problem = (
+            f"its weights are quantised ({method}), and must be of 16 or 32 bits. Give the model's folder from before "
+            "its quantisation."
         )
+    if problem:
+        raise UserError(f"{folder} is invalid: {problem}")
     options = dict(dtype=dtype, variant=variant if of_variant else None, use_safetensors=True)
     module, info = component_class.from_pretrained(str(folder), output_loading_info=True, **options)
     missing = sorted(info["missing_keys"])
@@ -235,4 +240,7 @@ def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant:
             f"{len(missing)} of them, such as {missing[0]}. Download it again, or save it again after "
             "pipe.unload_lora_weights()."
         )
+    if beyond := sorted(info["unexpected_keys"]):
+        message = "%s has weights that its config.json has no layers for, which are left out: %d, such as %s"
+        log.warning(message, folder, len(beyond), beyond[0])
     return module.requires_grad_(False).eval()

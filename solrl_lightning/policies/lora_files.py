@@ -20,8 +20,8 @@ from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from solrl_lightning.artifacts.complete import reading
-from solrl_lightning.artifacts.hub import check_fetched, fetch
+from solrl_lightning.artifacts.complete import check_header, reading
+from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import LORA_FILES, PEFT_CONFIG
 from solrl_lightning.policies.lora import layer_shapes
@@ -56,7 +56,7 @@ def read_lora_file(
     files = [path / name for name in LORA_FILES] if path.is_dir() else [path]
     file = next((file for file in files if file.is_file()), files[0])
     with reading(f"{named}: {file}"):
-        check_fetched(file, named)
+        check_header(file, named)
         with safe_open(file, framework="pt") as opened:
             tensors = {name.replace(_COMPILED, ""): opened.get_tensor(name) for name in opened.keys()}
             settings = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")

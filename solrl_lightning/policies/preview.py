@@ -55,7 +55,8 @@ def random_preview_decoder(
 
 
 def _check(config: dict[str, Any], pretrained: str, channels: int, compression: int) -> None:
-    shape = (config.get("latent_channels"), 2 ** (len(config.get("decoder_block_out_channels", "-")) - 1))
+    blocks = config.get("decoder_block_out_channels") or config.get("block_out_channels") or "-"  # of AutoencoderKL
+    shape = (config.get("latent_channels"), 2 ** (len(blocks) - 1))
     if config.get("_class_name") != "AutoencoderTiny" or shape != (channels, compression):
         raise UserError(
             f"model.preview_decoder must be an AutoencoderTiny of this model's latents, {channels} channels at "

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from inspect import signature
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
 
 from solrl_lightning.errors import UserError, did_you_mean, nearest, sentence
+from solrl_lightning.options.rules import MAX_STEPS
 
 # Class -> settings that must have this value, as samplers or levels ignore another one. The others are honoured, or
 # belong to a solver, which `model.solver` replaces.
@@ -28,7 +30,6 @@ FLOW_MATCHING_OR_UNIPC: Settings = {
 _SHIFT = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
 # What FlowMatchEulerDiscreteScheduler reads only with, and only without, use_dynamic_shifting.
 _READ = {"shift": False, "time_shift_type": True, **dict.fromkeys(_SHIFT, True)}
-_STEPS = 50  # of the levels that are tried
 _ROUNDING = 1e-5  # of a first level
 
 
@@ -75,10 +76,12 @@ def check_scheduler(
     for setting, rule in settings[cls].items():
         value = values[setting]
         if value != rule and (rule is not False or value):  # null is false
-            of = f"model.scheduler.{setting}={value}" if setting in (replaced or {}) else key
+            of, fix = key, "Correct it in scheduler/scheduler_config.json of the model's folder"
+            if setting in (replaced or {}):
+                of, fix = f"model.scheduler.{setting}={value}", "Leave it out"
             raise UserError(
                 f"{of} is invalid: {setting} of its scheduler must be {json.dumps(rule)} for this model, and is "
-                f"{json.dumps(value)}. Correct it in scheduler/scheduler_config.json of the model's folder."
+                f"{json.dumps(value)}. {fix}."
             )
     problem = _problem_of_levels(scheduler_class, {**config, **(replaced or {})})
     if problem:
@@ -110,13 +113,18 @@ def _problem_of_levels(cls: Any, config: Mapping[str, Any]) -> str:
         scheduler = cls.from_config(dict(config))
         if not isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler) and "flow_shift" in scheduler.config:
             scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=scheduler.config.flow_shift)
-        for name in ("base_image_seq_len", "max_image_seq_len"):
+        of_pipelines: tuple[dict[str, Any], ...] = (
+            {"sigmas": np.linspace(1.0, 1 / MAX_STEPS, MAX_STEPS)},
+            {"num_inference_steps": MAX_STEPS},
+        )
+        for name, steps in product(("base_image_seq_len", "max_image_seq_len"), of_pipelines):
             mu = resolution_shift(scheduler.config, scheduler.config[name])
             with np.errstate(all="ignore"):  # levels that are not finite are refused below
-                scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / _STEPS, _STEPS), mu=mu)
+                scheduler.set_timesteps(**steps, mu=mu)
             levels = noise_levels(scheduler)
             if not bool((levels.diff() < 0).all()) or not 0.99 < float(levels[0]) <= 1:  # NaN is not below 0
-                return f"they begin with {', '.join(f'{float(level):.3g}' for level in levels[:3])}."
+                first = ", ".join(f"{float(level):.5g}" for level in levels[:3])
+                return f"of {MAX_STEPS} steps, they begin with {first}."
     except (ValueError, TypeError, ArithmeticError, ImportError) as error:
         return sentence(error)
     return ""

@@ -253,7 +253,7 @@ def sample_size(facts: Mapping[str, Any]) -> str:
     size = facts["held_out"]
     images = size["prompts"] * size["images_per_prompt"]
     prompts, each = counted(size["prompts"], "held-out prompt"), counted(size["images_per_prompt"], "image")
-    text = f"Means over {counted(images, 'image')}: {prompts}, {each} each."
+    text = f"Means over the scores of {counted(images, 'image')}: {prompts}, {each} each."
     if size["prompts"] > 1:
         text += (
             " ± and bands are one standard error over prompts. Every evaluation has the same prompts and the same "
@@ -400,7 +400,8 @@ def rank_section(history: Rows) -> Section:
         values = column(probes, name)[1]
         if name.startswith("rank/") and name not in on_kept and values:
             mean = mean_of(values)
-            rows.append([name, *numbers([values[0], values[-1]], 3), measured(mean.mean, mean.standard_error)])
+            ends = [row[name] if math.isfinite(row.get(name, math.nan)) else None for row in (probes[0], probes[-1])]
+            rows.append([name, *numbers(ends, 3), measured(mean.mean, mean.standard_error)])
     text = [
         "A probe generates the whole pool of one prompt of each device, another one each time, in BF16 at full steps, "
         f"and compares its order with the proxy's. {counted(len(probes), 'probe')}"

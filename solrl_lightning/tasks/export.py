@@ -56,13 +56,13 @@ def export(cfg: Run) -> None:
         assert isinstance(transformer, ModelMixin)
         module.model.save_transformer(folder / _MERGED, transformer)
     name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
-    write_card(cfg, ckpt, module, name, dtype)
+    without = write_card(cfg, ckpt, module, name, dtype)
     if _LORA in exports and not altered_by(cfg):
         other = "" if module.ema_state is None else "  # or lora_trained, without averaging"
         print(f"pipe.load_lora_weights({str(folder / _LORA)!r}){other}")
     print(
         f"{name}.from_pretrained({str(folder / _MERGED)!r}, dtype=torch.{dtype})  # merged\n"
-        f"{folder / _CARD}  # model card"
+        f"{folder / _CARD}  # model card{without}"
     )
     if task.push is not None:
         print(upload(task.push, folder, [*exports, _MERGED, _PICTURE.parts[0], _CARD]))
@@ -82,8 +82,11 @@ def weighted_names(weights: Mapping[str, float], combine: str) -> str:
     return total if combine == "sum" else f"{combine} of {total}"
 
 
-def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtype: str) -> None:
-    """Write README.md and its picture, from the summary and the last sample grid of the checkpoint's run."""
+def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtype: str) -> str:
+    """Write README.md and its picture, from the summary and the last sample grid of the checkpoint's run.
+
+    Return why it is without results, if it is.
+    """
     folder, run = Path(cfg.run_dir), run_of(ckpt)
     state, summary = read_checkpoint(ckpt), read_summary(run)
     done = iterations_done(state)
@@ -120,6 +123,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         variant=cfg.model.variant,
         edits=cfg.model.input_image,
         scheduler=cfg.model.scheduler,
+        scheduler_class=type(module.model.pipeline.scheduler).__name__,
         scheduler_shift=module.model.euler_shift,
         began_as=cfg.model.init_lora and Path(cfg.model.init_lora).name,
         settings=settings | {"train": cfg.model.train, "precision": precision},  # instead of auto
@@ -127,6 +131,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         name=cfg.task_as(Export).push or "<this folder>",
     )
     write_atomically(folder / _CARD, card.encode())
+    return "" if facts else f", without results; {run}: {summary['status']}"
 
 
 def model_card(

@@ -2,6 +2,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from solrl_lightning.artifacts.files import iterations_done, read_checkpoint
 from solrl_lightning.callbacks import checkpoints
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, PeriodicCheckpoints
 from solrl_lightning.callbacks.common import loop_of
@@ -16,7 +17,7 @@ def test_a_completed_run_exports_the_last_weights(tmp_path, fit, stand_in):
     assert (best.iteration, average.updates) == (2, 3) and torch.equal(module.exported, average.average["lora"])
 
 
-def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp_path, fit, stand_in):
+def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp_path, fit, stand_in, caplog):
     def best_of(folder, iterations, monitor=None, resumed=None, weight=0.0, comparable=True):
         best, options = BestCheckpoint(str(tmp_path / folder), monitor), dict(enable_checkpointing=True)
         module = stand_in.Falling()
@@ -34,8 +35,25 @@ def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp
     assert best_of("run", 3, resumed=checkpoint, comparable=False) == {"reward": 0.3, "iteration": 3}
     assert [file.name for file in sorted(checkpoint.parent.iterdir())] == ["best.ckpt", "best_000002.ckpt"]
     assert checkpoint.with_stem("best_000002").read_bytes() == earlier != checkpoint.read_bytes()
+    checkpoint.write_bytes(checkpoint.read_bytes()[:100])
+    assert best_of("run", 4, resumed=checkpoint.with_stem("best_000002")) == {"reward": 0.3, "iteration": 3}
+    assert f"ckpt={checkpoint} is invalid: " in caplog.text and "The next evaluation writes it anew." in caplog.text
     assert best_of("other", 4, monitor="bright") == {"reward": -0.3, "iteration": 3}
     assert best_of("less", 4, monitor="bright", weight=-1.0) == {"reward": -0.6, "iteration": 2}
+
+
+def test_the_best_checkpoint_of_a_run_that_was_killed_after_it_is_known_by_its_file(
+    tmp_path, fit, stand_in, monkeypatch
+):
+    def best_of(iterations, resumed=None):
+        best, options = BestCheckpoint(str(tmp_path)), dict(enable_checkpointing=True, iterations=iterations)
+        fit(best, PeriodicCheckpoints(str(tmp_path), 1), module=stand_in.Falling(), resumed=resumed, **options)
+        return best.state_dict()
+
+    assert best_of(2) == {"reward": 0.6, "iteration": 2}
+    monkeypatch.setattr(stand_in, "MEANS", (0.4, 0.5, 0.2, 0.3))
+    assert best_of(3, resumed=tmp_path / "iteration_000001.ckpt") == {"reward": 0.6, "iteration": 2}
+    assert iterations_done(read_checkpoint(tmp_path / "best.ckpt")) == 2
 
 
 @pytest.mark.parametrize(

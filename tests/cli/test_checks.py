@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from solrl_lightning.cli.checks import check_needs, check_paths, check_prompts
 from solrl_lightning.errors import UserError
@@ -64,6 +66,20 @@ def test_folder_without_a_lora_of_a_known_name_has_another_or_one_below(compose:
     for folder, fix in ((tmp_path / name, fix) for name, fix in fixes.items()):
         with pytest.raises(UserError, match=rf"it must be a LoRA file, .*\. Set model.init_lora={fix}\.$"):
             check_paths(compose(f"model.init_lora={folder}"))
+
+
+def test_lora_file_is_of_safetensors_and_whole(compose: Compose, tmp_path: Path) -> None:
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    save_file({"a": torch.zeros(9)}, file)
+    check_paths(compose(f"model.init_lora={tmp_path}"))
+    file.write_bytes(file.read_bytes()[:-1])
+    files = {file.name: "a file is missing or damaged", "lora.pt": "Save its tensors by safetensors.torch.save_file."}
+    files["last.ckpt"] = f"Set ckpt={tmp_path}/last.ckpt, if it is the checkpoint of a run."
+    for name, fix in files.items():
+        if name != file.name:
+            torch.save({}, tmp_path / name)
+        with pytest.raises(UserError, match=f"^model.init_lora={tmp_path}/{name} is invalid: .*{fix}"):
+            check_paths(compose(f"model.init_lora={tmp_path / name}"))
 
 
 def test_port_in_use_is_an_error(compose: Compose) -> None:

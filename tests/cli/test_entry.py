@@ -29,6 +29,7 @@ from hydra.core.plugins import Plugins
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from small_runs import SMALL, Command, files_of
 from take_away import POINTER
 from torch.distributed import TCPStore
@@ -462,7 +463,7 @@ def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path
         (tmp_path / "cut.ckpt").write_bytes(content)
         assert fault in error_of(command, "ckpt=cut.ckpt")
     (tmp_path / "lora.safetensors").touch()
-    fix = "If it is a LoRA, begin a new run from it with model.init_lora=lora.safetensors"
+    fix = "If it is a LoRA, set model.init_lora=lora.safetensors in place of ckpt"
     assert fix in error_of(command, "ckpt=lora.safetensors")
     for folder in ("run/checkpoints", "run/.hydra"):
         (tmp_path / folder).mkdir(parents=True)
@@ -480,7 +481,7 @@ def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path
         "run": "Use ckpt=run/checkpoints/last.ckpt.",
         "run/checkpoints": "Use ckpt=run/checkpoints/last.ckpt.",
         "run/checkpoints/lost.ckpt": "Use ckpt=run/checkpoints/last.ckpt.",
-        "run/lora": "with model.init_lora=run/lora.",
+        "run/lora": "set model.init_lora=run/lora in place of ckpt.",
         "nowhere": "Name a checkpoint file, or use ckpt=last.",
     }.items():
         message = error_of(command, f"ckpt={path}")
@@ -502,7 +503,7 @@ def test_run_in_progress_without_a_checkpoint_is_in_use(command: Command, tmp_pa
 @pytest.mark.parametrize("ckpt", ["last", "auto"])
 def test_a_run_whose_checkpoints_were_removed_keeps_its_results(command: Command, tmp_path: Path, ckpt: str) -> None:
     (tmp_path / "run" / "lora").mkdir(parents=True)
-    for fix in ("with model.init_lora=run/lora.\n", "with ckpt=run/checkpoints/best.ckpt.\n"):
+    for fix in ("set model.init_lora=run/lora in place of ckpt.\n", "with ckpt=run/checkpoints/best.ckpt.\n"):
         message = error_of(command, f"ckpt={ckpt}", "hydra.run.dir=run")
         assert "run has trained, and its checkpoints/last.ckpt was removed" in message and message.endswith(fix)
         (tmp_path / "run" / "checkpoints").mkdir(exist_ok=True)
@@ -513,7 +514,7 @@ def test_a_run_whose_checkpoints_were_removed_keeps_its_results(command: Command
 
 
 def test_a_run_begins_with_a_checkpoint_or_with_a_lora(command: Command, tmp_path: Path, earlier: Path) -> None:
-    (tmp_path / "lora.safetensors").touch()
+    save_file({"a": torch.zeros(1)}, tmp_path / "lora.safetensors")
     for line in (["ckpt=last"], ["ckpt=last", f"hydra.run.dir={earlier}"], ["ckpt=last", "task=evaluate"]):
         message = error_of(command, RECORD, *line, "model.init_lora=lora.safetensors", "iterations=4")
         assert "model.init_lora=lora.safetensors is invalid: the weights come from ckpt=" in message

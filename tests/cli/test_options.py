@@ -136,6 +136,7 @@ task=compare task.runs=[a,b]     | it must be one glob, in quotes, that matches 
 task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 takes a free port
 model.policy.decode_batch=[]     | it is model.decode_batch. Set model.decode_batch, which
 model.scheduler.shift=9.0         | so it has no keys. All of them are set by model.scheduler={<key>:<value>,...}
+model=sana model.flow_shift=0 | model.flow_shift=0 is invalid: it must be a number from 0.001 to 1000
 model=wan model.num_frames=32 | model.num_frames=32 is invalid: it must be 1 more than a multiple of 4
 model=wan model.frames=34 | a video has model.num_frames=33. Set model.frames=all.
 trainer.devices=0               | it must be auto, a number of devices of at least 1, or a list of their indices

@@ -333,11 +333,17 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "fix"), [("page.html", "cp"), ("notes.md", "If each line of it is"), ("prompts.txt.gz", "gunzip -k")]
+    ("name", "fix"),
+    [
+        ("page.html", "cp"),
+        ("notes.md", "If each line of it is"),
+        ("prompts.txt.gz", "gunzip -k"),
+        ("prompts.xlsx", "Save its prompts in such a file.$"),
+    ],
 )
 def test_a_file_of_another_ending_is_no_text(tmp_path: Path, name: str, fix: str) -> None:
-    with pytest.raises(UserError, match=f"{name} is invalid: its name must end in .txt, .parquet, .csv, .*{fix} "):
-        read_prompts(write(tmp_path / name, "a circle"))
+    with pytest.raises(UserError, match=f"{name} is invalid: its name must end in .txt, .parquet, .csv, .*{fix}"):
+        read_prompts(write(tmp_path / name, "PK\0\0" if name == "prompts.xlsx" else "a circle"))
     assert [record.text for record in read_prompts(write(tmp_path / "prompts", "a circle"))] == ["a circle"]
 
 

@@ -106,7 +106,7 @@ DAMAGES: list[tuple[Damage, str]] = [
         lambda folder: (folder / T5).write_bytes((folder / T5).read_bytes()[:2000]),
         f"{T5}: a file is missing or damaged",
     ),
-    (pickle_weights, r"they are in diffusion_pytorch_model\.bin\. .* without safe_serialization=False"),
+    (pickle_weights, r"and are in diffusion_pytorch_model\.bin\. .* without safe_serialization=False"),
     (save_with_lora, r"lacks \d+ of them, .* after pipe\.unload_lora_weights"),
     (drop_a_weight("transformer"), "lacks 1 of them, .*weight"),
     (
@@ -123,6 +123,26 @@ DAMAGES: list[tuple[Damage, str]] = [
 def test_damaged_folder_error_names_the_folder(copied: Path, damage: Damage, message: str) -> None:
     damage(copied)
     assert re.search(message, message_of(copied))
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "layer"),
+    [
+        ("transformer", "num_single_layers", "single_transformer_blocks."),
+        ("text_encoder", "num_hidden_layers", "layers."),
+        ("vae", "layers_per_block", "resnets."),
+    ],
+)
+def test_weights_that_a_configuration_has_no_layers_for_are_named(
+    copied: Path, part: str, key: str, layer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_nano("flux1", copied)
+    assert "has no layers for" not in caplog.text
+    config = json.loads((copied / part / "config.json").read_text())
+    change(f"{part}/config.json", **{key: config[key] - 1})(copied)
+    load_nano("flux1", copied)
+    (line,) = (line for line in caplog.messages if "has no layers for" in line)
+    assert line.startswith(f"{copied / part} has weights that its config.json has no layers for") and layer in line
 
 
 @pytest.mark.parametrize("name", ["here", "./here", "../{cwd}/here"])

@@ -64,7 +64,7 @@ def test_decoder_of_other_latents_raises_before_its_weights_are_read(nano_folder
         message = message_of(folder)
         assert f"8 channels at 1/4 of the side; {folder} is a AutoencoderTiny of {shape}" in message
     vae = Path(nano_folder) / "vae"
-    assert f"8 channels at 1/4 of the side; {vae} is a AutoencoderKL of 8 channels" in message_of(vae)
+    assert f"8 channels at 1/4 of the side; {vae} is a AutoencoderKL of 8 channels at 1/4." in message_of(vae)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         }.items()
     ],
     ({"shift": -1.0, "use_dynamic_shifting": False}, ALL, "noise levels of its scheduler must descend from 1 to 0"),
+    ({"shift": 0.01, "use_dynamic_shifting": False}, ALL, "of 1000 steps, they begin with 1.0001"),
+    ({"shift": 1e5, "use_dynamic_shifting": False}, ALL, "of 1000 steps, they begin with 1, 1"),
     ({"shift_terminal": 1.5}, ALL, "must descend from 1 to 0"),
     ({"use_karras_sigmas": True, "use_beta_sigmas": True}, ALL, "must descend from 1 to 0; Only one of"),
     ({"use_dynamic_shifting": True, "base_image_seq_len": 64, "max_image_seq_len": 64}, RESHAPED, "division by zero"),

@@ -1,5 +1,6 @@
 """The pages of report.html, from hand-written summaries."""
 
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -106,6 +107,12 @@ def test_every_rank_tag_has_a_chart_and_those_of_probes_a_row() -> None:
     assert not rank_section([{"iteration": 1}]).charts
 
 
+def test_a_probe_without_an_order_is_not_replaced_by_another_one() -> None:
+    values = (math.nan, 0.9, 0.5, math.nan)
+    section = rank_section([{"iteration": i, "rank/spearman": value} for i, value in enumerate(values)])
+    assert section.tables[0].rows == [["rank/spearman", "-", "-", "0.70 ± 0.20"]]
+
+
 def test_the_page_has_the_results_with_their_errors_and_where_they_come_from(run: Path) -> None:
     without = re.sub(r"<(style|svg).*?</\1>", "", page(run), flags=re.DOTALL)
     seen = " ".join(re.sub(r"<[^>]*>", " ", without).split())
@@ -114,7 +121,7 @@ def test_the_page_has_the_results_with_their_errors_and_where_they_come_from(run
         "(+0.1040 ± 0.0053)",
         "Selection does not pay here: an iteration learns 1.38 times as much as without it (estimated from 4 probes)",
         "and takes 2.19 times as long.",
-        "Means over 512 images: 64 held-out prompts, 8 images each.",
+        "Means over the scores of 512 images: 64 held-out prompts, 8 images each.",
         "How much the pictures of a prompt differ",
         "best evaluation 0.5404 iteration 9",
         "9 45.0 900 0.540 ± 0.018 +0.1083 ± 0.0053",

@@ -111,10 +111,11 @@ def test_exported_weights_give_our_images_in_diffusers(exact: Exported, folder: 
 
 @pytest.mark.parametrize("base_weights", ["bfloat16", "int8"])
 def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(
-    tmp_path: Path, pipeline: str, base_weights: str
+    tmp_path: Path, pipeline: str, base_weights: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored, compiled = f"base_weights={base_weights}", base_weights == "bfloat16"
     folder, _, module = exported(tmp_path, pipeline, "bfloat16", stored, compiled=compiled)
+    assert re.search("README.md  # model card, without results; .*: has no summary.json", capsys.readouterr().out)
     card = (folder / "README.md").read_text()
     assert ("| base_weights | int8 |" in card) == (base_weights == "int8")
     assert "# LoRA for a local model\n" in card and "without which this card was written" in card  # of a file alone
@@ -208,6 +209,7 @@ def card_of(
     edits: bool = False,
     averaged: bool = True,
     solver: str = "dpm2",
+    scheduler_class: str = "FlowMatchEulerDiscreteScheduler",
     **call: int,
 ) -> str:
     return model_card(
@@ -224,6 +226,7 @@ def card_of(
         variant=None,
         edits=edits,
         scheduler=scheduler,
+        scheduler_class=scheduler_class,
         scheduler_shift=None,
         custom=None,
         began_as="style.safetensors",
@@ -259,6 +262,9 @@ def test_card_of_an_open_and_of_an_unknown_base() -> None:
     text = card_of("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", num_frames=33)
     assert ModelCard(text).data.pipeline_tag == "text-to-video"
     assert 'video = pipe(prompt="a prompt", num_inference_steps=28, num_frames=33).frames[0]' in text
+    for solver, sampled in (("dpm2", "with DPM-Solver++ of second order"), ("euler", "in Euler steps")):
+        text = card_of("someone/other", solver=solver, scheduler_class="UniPCMultistepScheduler")
+        assert f"are sampled {sampled}; this code samples with `UniPCMultistepScheduler` at the same noise" in text
     text = card_of("Qwen/Qwen-Image", ["a/b/c.safetensors", "d.pth"], scheduler={"shift_terminal": None})
     assert "with `a/b/c.safetensors` and `d.pth`, and so give other images" in text and "load_lora" not in text
     assert "from_config(pipe.scheduler.config, shift_terminal=None)" in text
