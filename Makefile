@@ -28,7 +28,7 @@ type: $(VENV)/installed-dev ## Check types with mypy
 
 contract: $(VENV)/installed-dev ## Check our calls of Transformer Engine against its source, oldest and newest
 	for version in "==2.9.0" ">=2.9"; do \
-		$(BIN)/python -m pip install --quiet --upgrade --target "$(VENV)/contract$$version" "transformer-engine$$version" pydantic && \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python --target "$(VENV)/contract$$version" "transformer-engine$$version" pydantic && \
 		PYTHONPATH="$(VENV)/contract$$version" $(BIN)/python tests/quantization/check_transformer_engine.py || exit 1; \
 	done
 

@@ -50,6 +50,7 @@ def pytest_sessionfinish() -> None:
 def what_runs_repeat_is_done_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         once.compose_once(patch)
+        once.compose_in_less_time(patch)
         once.draw_once(patch)
         once.try_out_once(patch)
         yield

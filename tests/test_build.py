@@ -178,7 +178,7 @@ def test_error_of_the_machine_is_not_about_the_values_of_a_part(error: Exception
         targets.make("model.policy", {"_target_": f"{__name__}.Fails"}, error=error)
 
 
-def test_error_of_one_word_is_told_with_its_class() -> None:
+def test_error_of_one_word_has_its_class() -> None:
     with pytest.raises(UserError, match="Fails could not be made: KeyError: 'node'. Correct the values below model"):
         targets.make("model.policy", {"_target_": f"{__name__}.Fails"}, error=KeyError("node"))
 

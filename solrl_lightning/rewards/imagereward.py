@@ -164,8 +164,9 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
     vision = BlipVisionConfig(**counts, **widths, layer_norm_eps=1e-6, hidden_act="gelu")
     # is_decoder adds cross-attention to the image; self-attention is causal only if the call also sets is_decoder.
     start = text_config["vocab_size"] - len(_ADDED_TOKENS)  # [DEC], unused; transformers' default fits one vocabulary
-    text = BlipTextConfig(**text_config, bos_token_id=start, encoder_hidden_size=width, is_decoder=True)
-    with torch.device("meta"):  # needs no memory and draws no random numbers; all weights come from the file
+    # On meta, which needs no memory and draws no random numbers; all weights come from the file.
+    with reading(f"{_KEY}={pretrained} is invalid: its {TEXT_CONFIG}"), torch.device("meta"):
+        text = BlipTextConfig(**text_config, bos_token_id=start, encoder_hidden_size=width, is_decoder=True)
         text_tower: Any = BlipTextModel(text, add_pooling_layer=False)
         image_tower = BlipVisionModel(vision)
         towers = {"image_tower": image_tower, "text_tower": text_tower, "head": linear_head(text.hidden_size)}

@@ -212,6 +212,16 @@ def of_processor(**values: Any) -> Damage:
         ("release", weights(lambda w: w.pop(PATCHES)), "lacks 1 tensors.*patch_embedding.weight"),
         ("release", weights(lambda w: w.update({PATCHES: torch.ones(96, 3, 16, 16)})), r"shape, .* for \[1, 1, 96\]"),
         ("release", weights(lambda w: w.update({"blip.temp": torch.zeros(1)})), "such as blip.temp"),
+        (
+            "release",
+            sets("med_config.json", hidden_act="gelu_fancy"),
+            "is invalid: its med_config.json: .*'gelu_fancy'",
+        ),
+        (
+            "release",
+            sets("med_config.json", num_attention_heads=3),
+            "is invalid: its med_config.json: .* attention heads",
+        ),
         ("bert", lambda folder: (folder / "vocab.txt").write_text("[UNK]\n[CLS]\n"), "tokens, and this tokenizer has"),
         ("detector", sets("config.json", model_type="clip"), "must be a detector of type owlv2, and is a clip"),
         (
