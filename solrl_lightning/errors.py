@@ -47,6 +47,10 @@ class WriteError(RuntimeError):
         return failure
 
 
+class FolderLost(WriteError):
+    """The folder of this run was moved or removed, and another run has begun in a folder of its name."""
+
+
 class ServerError(RuntimeError):
     """A server that does not answer, or not as agreed; the message names the server and the sample."""
 

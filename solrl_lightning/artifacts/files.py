@@ -22,6 +22,7 @@ from torch import Tensor
 
 from solrl_lightning.artifacts.complete import reading
 from solrl_lightning.artifacts.hub import fetch
+from solrl_lightning.artifacts.run_folder import check_claim
 from solrl_lightning.errors import UserError, WriteError
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def opened_atomically(path: Path) -> Iterator[BinaryIO]:
     Raises:
         WriteError: writing fails, for example on a full disk; the old file is intact.
     """
+    check_claim(path)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +79,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
     Raises:
         WriteError: writing fails, for example on a full disk; ``folder`` is unchanged.
     """
+    check_claim(folder)
     part = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(part, ignore_errors=True)  # left by a killed process
     try:

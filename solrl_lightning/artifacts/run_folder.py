@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from solrl_lightning.artifacts.formatting import path_option
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import FolderLost, UserError
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ _LOCK = ".lock"  # held by the process that runs in the folder
 _TRACES = "summary.json checkpoints tensorboard lora transformer .hydra".split()  # marks of a run, by its first rank
 _WRITTEN = "checkpoints samples lora transformer .hydra".split()  # a logger that cannot write costs a run nothing
 _SWEEP = "multirun.yaml"  # by any rank, perhaps before the first one has looked
+_claims = dict[Path, int]()  # folders of the runs of this process, and their open descriptors
 OTHER_FOLDER = "hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>"
 
 
@@ -101,17 +102,33 @@ def claimed(folder: Path, new: bool, other: str = OTHER_FOLDER) -> Iterator[None
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / _LOCK, "a") as file:
         _lock(file, folder, other)
+        _claims[folder.absolute()] = directory = os.open(folder, os.O_RDONLY)
         try:
             if new:
                 check_new(folder)
             _unshare(folder / LOG)
             yield
         finally:
-            with suppress(OSError):  # the folder may be gone
+            with suppress(OSError, FolderLost):  # the folder may be gone
+                check_claim(folder)
                 (folder / _LOCK).unlink()
+            del _claims[folder.absolute()]
+            os.close(directory)
             for path in new_folders:
                 with suppress(OSError):  # one that is not empty stays
                     path.rmdir()
+
+
+def check_claim(path: Path) -> None:
+    """Raise FolderLost if the folder of this process's run, at or above ``path``, has become another run's."""
+    for folder, directory in _claims.items():
+        if not path.absolute().is_relative_to(folder) or not (folder / RECORD).is_dir():
+            continue  # one that is gone is made again, without a record
+        if not os.path.samestat(os.fstat(directory), folder.stat()):
+            raise FolderLost(
+                f"The folder {folder} of this run was moved or removed, and another run has begun in one of this name. "
+                "Resume this run from where its folder is, with ckpt=last hydra.run.dir=<folder>."
+            )
 
 
 def _unshare(file: Path) -> None:

@@ -310,8 +310,9 @@ def _json_records(line: str, column: str) -> list[Prompt] | str:
         return f"{rule}; got {line.strip()[:60]}"
     texts, tag = _texts(row.get(column)), row.get("tag")
     if texts is None:
-        value = f"no such key (its keys: {', '.join(row) or 'none'})" if column not in row else repr(row[column])
-        rule = "every line of a .jsonl file must have a string, or a list of them, under"
+        keys = f"its keys: {', '.join(row)}; data.column=<key> takes another" if row else "it has none"
+        value = f"no such key ({keys})" if column not in row else repr(row[column])
+        rule = "each row must have a string, or a list of them, under"
         return f'{rule} "{column}", the key that data.column names; this one has {value}'
     if tag is not None and not isinstance(tag, str):
         return f'the "tag" of a prompt must be a string; got {tag!r}'

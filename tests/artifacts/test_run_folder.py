@@ -3,14 +3,16 @@
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from solrl_lightning.artifacts.run_folder import LOG, check_writable
-from solrl_lightning.errors import UserError
+from solrl_lightning.artifacts.files import write_atomically, written_whole
+from solrl_lightning.artifacts.run_folder import LOG, RECORD, check_writable, claimed
+from solrl_lightning.errors import FolderLost, UserError
 from solrl_lightning.options.run import Run
 
 Command = Callable[..., Any]
@@ -35,6 +37,28 @@ def test_lock_is_in_the_folder_of_the_run(command: Command) -> None:
 def test_lock_of_a_sweep_is_in_the_folder_of_its_runs(command: Command) -> None:
     lines = [line.split() for line in command("-m", TASK, "seed=1,2").out.splitlines() if line.startswith("/")]
     assert [locks for _, *locks in lines] == [[str(Path(run).parent), run] for run, *_ in lines] and len(lines) == 2
+
+
+@pytest.mark.parametrize("leave", [lambda run: run.rename(run.with_name("moved")), shutil.rmtree])
+def test_a_run_whose_folder_has_gone_does_not_write_into_the_folder_of_another_run(
+    tmp_path: Path, leave: Callable[[Path], object]
+) -> None:
+    run = tmp_path / "run"
+    with claimed(run, new=True):
+        (run / RECORD).mkdir()
+        write_atomically(run / "summary.json", b"first")
+        leave(run)
+        write_atomically(run / "summary.json", b"in a folder that is made again")
+        (run / RECORD).mkdir()  # by another process
+        (run / ".lock").touch()
+        for writes in (lambda: write_atomically(run / "summary.json", b"first"), written_whole(run / "lora").__enter__):
+            with pytest.raises(
+                FolderLost, match=f"^The folder {run} of this run was moved or removed, and another run"
+            ):
+                writes()
+        write_atomically(tmp_path / "elsewhere", b"first")
+    assert {file.name for file in run.iterdir()} == {RECORD.name, ".lock", "summary.json"}
+    assert (run / "summary.json").read_bytes() == b"in a folder that is made again"
 
 
 @pytest.mark.parametrize("logging_of", ["default", "stdout", "disabled", "none"])

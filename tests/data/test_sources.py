@@ -76,7 +76,10 @@ def test_folder_of_flow_factory_has_a_file_for_each_split(tmp_path: Path, monkey
     ("line", "message"),
     [
         ('{"prompt": "a cat"', r"must be a JSON object \(Expecting ',' delimiter at character 19\)"),
-        ('{"caption": "a cat", "tag": "x"}', r"data.column names; this one has no such key \(its keys: caption, tag\)"),
+        (
+            '{"caption": "a cat", "tag": "x"}',
+            r"no such key \(its keys: caption, tag; data.column=<key> takes another\)",
+        ),
         ('{"prompt": "a cat", "tag": "x", "tag": "y"}', "it has the key 'tag' twice"),
         ('{"prompt": "a cat", "score": NaN}', "NaN is no finite number"),
         ('{"prompt": "a cat", "of": [{"score": -1e999}]}', "-1e999 is no finite number"),
@@ -308,7 +311,7 @@ def test_texts_of_a_json_file_are_prompts(tmp_path: Path, content: Any) -> None:
         ),
         ('{"name": "a", "licence": "b"}', "is invalid: it must be a list .* with the keys name, licence"),
         ("[1, 2]", "is invalid: .*; it is .1, 2."),
-        ('[{"prompt": "a"}, {"caption": "b"}]', "row 2 is invalid: .*(its keys: caption)"),
+        ('[{"prompt": "a"}, {"caption": "b"}]', "row 2 is invalid: each row must .*its keys: caption; data.column"),
         ('[{"prompt": "a", "prompt": "b"}]', "is invalid: it has the key 'prompt' twice"),
         ('[{"prompt": "a", "score": NaN}]', "row 1 is invalid: .*NaN is no finite number"),
         ('["a\\u0000"]', "row 1 is invalid: .*U.0000"),
