@@ -325,6 +325,9 @@ def _checked_jobs(
             message += ". It was stopped before its results were written: writing them"
     _each(jobs, lambda options: notes.extend(hub.check_hub(options)))  # after what needs no network
     _print_first(*dict.fromkeys(notes))
+    from solrl_lightning.data.prompts import forget_files  # with torch, which check_machine has loaded
+
+    forget_files()
     _each(jobs, checks.check_prompts)
     _print_first(message)
     if tree.sweeps:  # folders are named by what is swept, and by nothing else

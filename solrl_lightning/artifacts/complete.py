@@ -1,8 +1,9 @@
 """Files of a saved model: those that libraries replace by defaults, and damaged ones, which they do not name."""
 
 import json
+import logging
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,8 @@ from solrl_lightning.errors import (
     sentence,
 )
 from solrl_lightning.names import is_packaged
+
+log = logging.getLogger(__name__)
 
 _PASSING = (UserError, NonFiniteError, RewardError, ServerError, WriteError)
 
@@ -90,6 +93,13 @@ def check_header(file: Path, named: str) -> None:
         raise UserError(f"{named}: {file} must be of safetensors, and is of torch.save, or an archive. {fix}.")
     with reading(f"{named}: {file}"), safe_open(file, framework="np"):
         pass
+
+
+def note_unused(folder: Path | str, names: Iterable[str]) -> None:
+    """Warn of the weights with these ``names`` in the files of a model, for which its configuration has no layers."""
+    if unused := sorted(names):
+        message = "%s has weights that its config.json has no layers for, which are left out: %d, such as %s"
+        log.warning(message, folder, len(unused), unused[0])
 
 
 def check_json(key: str, name: str, file: Path) -> None:

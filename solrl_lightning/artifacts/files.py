@@ -92,12 +92,12 @@ def written_whole(folder: Path) -> Iterator[Path]:
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
         if not folder.exists():
-            os.replace(part, folder)
-        else:
-            for file in files:
-                target = folder / file.relative_to(part)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, target)
+            with suppress(OSError):  # a bucket that is mounted, as by gcsfuse, renames no folder with files in it
+                os.replace(part, folder)
+        for file in files if part.exists() else ():
+            target = folder / file.relative_to(part)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(file, target)
     except (OSError, SafetensorError) as error:  # safetensors raises SafetensorError for a full disk
         raise WriteError.of(folder, error) from error
     finally:

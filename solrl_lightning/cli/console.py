@@ -178,9 +178,9 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", "The `srun` command is available on your system but is not used")
     # torchao registers classes in a way that torch deprecates, diffusers misses classes that newer versions of torchao
     # do not have, and its AutoencoderTiny warns about a key that it has written itself.
-    # urllib3 logs every retry before the error that ends them.
+    # urllib3 logs every retry before the error that ends them, transformers each call of a processor in a way of 5.6.
     quiet = "torch.utils._pytree diffusers.quantizers.torchao.torchao_quantizer diffusers.configuration_utils"
-    quiet += " urllib3.connectionpool"
+    quiet += " urllib3.connectionpool transformers.processing_utils"
     for name in quiet.split():
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("diffusers.models.modeling_utils").setLevel(logging.CRITICAL)  # it logs errors that it raises

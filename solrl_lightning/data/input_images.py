@@ -15,6 +15,7 @@ from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
 from solrl_lightning.errors import UserError
 
 _END_OF_JPEG, _TAIL = b"\xff\xd9", 1024  # bytes
+_PATH_MAX = 4096  # bytes, of Linux
 _OF_DIFFSYNTH = "edit_image"
 _BITS_OF_TIFF, _LEVELS_16 = 258, 65535  # a tag
 _READABLE = "its picture must be whole, and of a format and a size that Pillow reads"
@@ -37,10 +38,11 @@ def with_image(prompt: Prompt, source: str) -> Prompt:
             f"writes it. Rename image to result, and {_OF_DIFFSYNTH} to image."
         )
     with reading(row):
-        files = (place / str(name) for place in (folder, folder / "images"))
+        places = (folder, folder / "images") if len(str(name)) < _PATH_MAX else ()  # else a picture in base64
+        files = (place / str(name) for place in places)
         file = next((file for file in files if file.is_file()), None)
     if file is None:
-        what = f"the image of this one is {name!r}, and {folder} has no such file, nor has images/ in it"
+        what = f"the image of this one is {repr(name)[:60]}, and {folder} has no such file, nor has images/ in it"
         raise UserError(
             f'{row}: this model edits an image, so a prompt is a row {{"prompt": ..., "image": <file>}} of a .jsonl '
             f"file (data.train, data.eval, task.prompt_file); {'this one has no image' if name is None else what}. "

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from solrl_lightning.data.input_images import with_image
+from solrl_lightning.data.input_images import load_square, with_image
 from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
 from solrl_lightning.data.sources import read_records
 from solrl_lightning.errors import UserError
@@ -112,6 +112,12 @@ def _unique_prompts(source: str, column: str, with_images: bool, cwd: Path) -> t
     if repeated:
         notes.append(f"{source}: dropped {repeated} repeated prompts of {len(rows)}{of_others}")
     return tuple(unique.values()), tuple(notes)
+
+
+def forget_files() -> None:
+    """Let the next command of this process read its prompts and their images anew."""
+    _unique_prompts.cache_clear()
+    load_square.cache_clear()
 
 
 def _normalised(text: str) -> str:

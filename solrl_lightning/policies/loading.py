@@ -7,7 +7,6 @@ here a missing weight is an error.
 import importlib
 import inspect
 import json
-import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,13 +23,11 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import policies
-from solrl_lightning.artifacts.complete import check_complete, check_json, reading
+from solrl_lightning.artifacts.complete import check_complete, check_json, note_unused, reading
 from solrl_lightning.artifacts.hub import fetch as fetch_file
 from solrl_lightning.artifacts.hub import is_path
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.policies.config_files import INDEX
-
-log = logging.getLogger(__name__)
 
 _OF_WAN_22 = ("transformer_2", "boundary_ratio", "expand_timesteps")  # in the index of a WanPipeline
 _NULL = [None, None]  # in the index, of a component that was None when the pipeline was saved
@@ -240,7 +237,5 @@ def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant:
             f"{len(missing)} of them, such as {missing[0]}. Download it again, or save it again after "
             "pipe.unload_lora_weights()."
         )
-    if beyond := sorted(info["unexpected_keys"]):
-        message = "%s has weights that its config.json has no layers for, which are left out: %d, such as %s"
-        log.warning(message, folder, len(beyond), beyond[0])
+    note_unused(folder, info["unexpected_keys"])
     return module.requires_grad_(False).eval()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
-from solrl_lightning.artifacts.complete import check_complete, reading
+from solrl_lightning.artifacts.complete import check_complete, note_unused, reading
 from solrl_lightning.data.input_images import load_square
 from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.errors import UserError
@@ -55,8 +55,10 @@ class LocalVLMReward(Reward):
         key, kind = "reward.vlm_local.pretrained", "vision-language model"
         parts = read_parts(key, pretrained, "config.json", kind, AutoProcessor, chats=True, padding_side="left")
         self.processor = parts[0]
+        self.processor.chat_template = self.processor.chat_template or self.processor.tokenizer.chat_template
         check_complete(key, pretrained, PreTrainedModel)
-        model, _ = load_weights(AutoModelForImageTextToText, key, pretrained, kind, self.dtype)
+        model, info = load_weights(AutoModelForImageTextToText, key, pretrained, kind, self.dtype)
+        note_unused(pretrained, info["unexpected_keys"])
         self.model: Any = model.eval().requires_grad_(False).to(self.device)
         self.pretrained, self.answers = pretrained, [*map(str, answers)]
         with reading(f"{key}={pretrained} is invalid"):
@@ -64,7 +66,10 @@ class LocalVLMReward(Reward):
         self.values = torch.tensor([float(value) for value in answers.values()], device=self.device)
 
     def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
-        score = self.score(image[None], [prompt], [metadata]).item()
+        with reading(
+            f"reward.{self.name}.pretrained={self.pretrained} is invalid: it cannot read a picture and a prompt"
+        ):
+            score = self.score(image[None], [prompt], [metadata]).item()
         check_answered(score, f"reward.{self.name}", self.pretrained, prompt, self.answers)
         super().try_out(image, prompt, metadata)
 

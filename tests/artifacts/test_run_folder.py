@@ -61,6 +61,24 @@ def test_a_run_whose_folder_has_gone_does_not_write_into_the_folder_of_another_r
     assert (run / "summary.json").read_bytes() == b"in a folder that is made again"
 
 
+def test_a_mount_that_renames_no_folder_with_files_gets_them_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.replace
+
+    def of_files(source: Path, target: Path) -> None:
+        if source.is_dir():
+            raise OSError(errno.EMFILE, "Too many open files")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", of_files)
+    with written_whole(tmp_path / "transformer") as part:
+        (part / "below").mkdir()
+        (part / "below" / "config.json").write_text("{}")
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert files == [tmp_path / "transformer" / "below" / "config.json"] and files[0].read_text() == "{}"
+
+
 @pytest.mark.parametrize("logging_of", ["default", "stdout", "disabled", "none"])
 def test_the_log_is_in_the_folder_with_each_of_hydra_s_settings(
     command: Command, tmp_path: Path, logging_of: str

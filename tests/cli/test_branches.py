@@ -22,7 +22,6 @@ from torch import Tensor
 
 import solrl_lightning.__main__
 from solrl_lightning.artifacts.run_folder import claimed
-from solrl_lightning.data.prompts import _unique_prompts
 from solrl_lightning.objectives.base import Loss
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.rewards.base import Reward
@@ -313,7 +312,6 @@ def test_edited_training_prompts_are_an_error_in_the_run_s_folder_only(command: 
     before = (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes()
     for edit in ({"prompt": train_captions()[3]}, {"tag": "b"}):
         prompts.write_text("\n".join(map(json.dumps, [*rows[:2], rows[2] | edit])))
-        _unique_prompts.cache_clear()  # as in a new process
         done = command("ckpt=last", "iterations=2", "hydra.run.dir=run")
         assert done.status == 2
         line = the_line(done.err)

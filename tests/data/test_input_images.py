@@ -101,6 +101,10 @@ KINDS = ("jpg", "png", "webp", "bmp", "gif", "tiff")
             {"image": "other.png"},
             "is 'other.png', and .* has no such file, nor has images/ in it. Correct the row, or put the file",
         ),
+        (
+            {"image": f"data:image/png;base64,{'A' * 5000}"},
+            "the image of this one is 'data:image/png;base64,A{37}, and",
+        ),
         ({"image": "images"}, "the image of this one is 'images', and .* has no such file"),
         ({"image": "phone.heic"}, "of a format and a size that Pillow reads: .* as a PNG or JPEG file"),
         *(({"image": f"cut.{kind}"}, "must be whole, .* Save it again, whole") for kind in KINDS),

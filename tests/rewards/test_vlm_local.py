@@ -1,5 +1,7 @@
 """reward=vlm_local against transformers' model, one image at a time, with the chat and the patches made by hand."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from solrl_lightning.rewards.vlm_local import LocalVLMReward
 
 QUESTION = 'Does it show "{prompt}"?'
 PROMPTS = ["a red circle above a blue square", "a circle", "a square"]
+ANSWERS = {"yes": 1.0, "No": 0.0}
 IMAGES = torch.rand(3, 3, 56, 56, generator=torch.Generator().manual_seed(0))
 
 
@@ -64,6 +67,34 @@ def test_input_image_of_the_prompt_comes_before_the_image(qwen2vl: str, tmp_path
     yes, no = (likelihoods[numbers].sum() for numbers in reward.tokens)
     torch.testing.assert_close(with_input, yes / (yes + no), rtol=1e-4, atol=1e-5)
     assert (with_input - alone).abs() > 1e-4
+
+
+def test_chat_template_may_be_the_tokenizers_and_has_a_place_for_images(qwen2vl: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(qwen2vl, tmp_path / "of_tokenizer"))
+    template = folder / "chat_template.jinja"
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template.read_text()}))
+    template.unlink()
+    scores = [LocalVLMReward(str(each), QUESTION, ANSWERS)(IMAGES, PROMPTS) for each in (folder, qwen2vl)]
+    assert torch.equal(*scores)
+    template.write_text("{% for message in messages %}{{ message.content[1].text }}{% endfor %}")
+    reward = LocalVLMReward(str(folder), QUESTION, ANSWERS)
+    rule = f"reward.vlm_local.pretrained={folder} is invalid: it cannot read a picture and a prompt: "
+    with pytest.raises(UserError, match=f"^{rule}"):
+        reward.try_out(IMAGES[0], PROMPTS[0], {})
+
+
+def test_weights_that_the_configuration_has_no_layers_for_are_named(
+    qwen2vl: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(qwen2vl, tmp_path / "few"))
+    settings = json.loads((folder / "config.json").read_text())
+    part = settings.get("text_config", settings)
+    part["num_hidden_layers"] -= 1
+    part.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(settings))
+    LocalVLMReward(str(folder), QUESTION, ANSWERS)
+    assert f"{folder} has weights that its config.json has no layers for" in caplog.text
 
 
 def test_answers_with_the_same_first_token_raise(qwen2vl: str) -> None:
