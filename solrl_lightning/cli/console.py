@@ -44,7 +44,7 @@ _CURES: dict[type[Exception], str] = {
 _NO_VARIABLE = re.compile("Environment variable '(.+?)' not found")  # of OmegaConf
 _NO_KEY = re.compile("Interpolation key '(.+?)' not found")  # of OmegaConf
 _IN_EXPERIMENT = re.compile(r"Multiple values for (\w+)\.|Could not \w+ 'experiment/(\w+)[/@]")  # of Hydra
-_NO_SPACE = re.compile(r"(\S+): failed to map segment from shared object(?!: Operation not permitted)")
+_NO_SPACE = re.compile(r"(?<!\S)(\S+): failed to map segment from shared object(?!: Operation not permitted)")
 _LOST_RANK = re.compile(r"gloo.* by peer", re.DOTALL)  # closed or reset by peer
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _NOTES = ("object_type=", "Config search path:", "provider=")  # of OmegaConf and Hydra

@@ -419,3 +419,11 @@ def test_metric_of_a_callback_of_lightning_that_is_not_there_is_an_error_of_one_
         assert line.endswith(". Set callbacks.mine.monitor=<metric>, or leave it out with ~callbacks.mine.")
     with pytest.raises(KeyError, match="nothing"):  # with its traceback
         run("own", f"{__name__}.ReadsNothing")
+
+
+def test_error_with_a_picture_of_a_megabyte_in_base64_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """By searches in time that is linear in the length of a word; another one takes minutes."""
+    report_error(UserError("A" * 10**6))
+    assert capsys.readouterr().err.startswith("error: AAAA")
+    library = ImportError("/lib/libtorch.so: failed to map segment from shared object")
+    assert "/lib/libtorch.so cannot be loaded: " in str(report_error(library))
