@@ -119,8 +119,9 @@ def load_weights(
     cls: Any, key: str, name: str, kind: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, dict[str, Any]]:
     """Return the model of transformers' class ``cls`` of a hub id or folder, and transformers' record of it."""
+    options = dict(dtype=dtype, output_loading_info=True, trust_remote_code=False)
     with reading(f"{key}={name} is invalid: its weights cannot be read as a {kind}'s"):
-        model, info = cls.from_pretrained(expanduser(name), dtype=dtype, output_loading_info=True)
+        model, info = cls.from_pretrained(expanduser(name), **options)
     check_state_dict_keys(key, name, info["missing_keys"], [])
     return model, info
 

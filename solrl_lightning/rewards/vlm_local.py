@@ -53,7 +53,8 @@ class LocalVLMReward(Reward):
         super().__init__(device)
         self.dtype, self.batch, self.question = floating_dtype(self.name, dtype), batch, question
         key, kind = "reward.vlm_local.pretrained", "vision-language model"
-        parts = read_parts(key, pretrained, "config.json", kind, AutoProcessor, chats=True, padding_side="left")
+        options = dict(padding_side="left", trust_remote_code=False)  # else transformers asks on the terminal
+        parts = read_parts(key, pretrained, "config.json", kind, AutoProcessor, chats=True, **options)
         self.processor = parts[0]
         self.processor.chat_template = self.processor.chat_template or self.processor.tokenizer.chat_template
         check_complete(key, pretrained, PreTrainedModel)

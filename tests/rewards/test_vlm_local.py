@@ -117,3 +117,18 @@ def test_a_model_that_answers_otherwise_is_an_error_before_the_run(qwen2vl: str)
 @pytest.mark.parametrize("answer", ["yes", "No", "4", "straße", "ａ"])
 def test_every_spelling_is_the_same_answer_to_both_judges(answer: str) -> None:
     assert {normal(form) for form in spellings(answer)} == {normal(answer)}
+
+
+@pytest.mark.parametrize("file", ["config.json", "processor_config.json"])
+def test_code_in_a_folder_is_not_run_and_waits_for_no_answer(
+    qwen2vl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
+    folder = Path(shutil.copytree(qwen2vl, tmp_path / "with_code"))
+    names = "AutoConfig AutoProcessor AutoModelForImageTextToText".split()
+    settings = json.loads((folder / file).read_text())
+    settings |= {"model_type": "other", "processor_class": "Other", "auto_map": dict.fromkeys(names, "own.Other")}
+    (folder / file).write_text(json.dumps(settings))
+    (folder / "own.py").write_text("raise SystemExit")
+    with pytest.raises(UserError, match=f"reward.vlm_local.pretrained={folder} is invalid: "):
+        LocalVLMReward(str(folder), QUESTION, ANSWERS)
