@@ -23,7 +23,7 @@ from solrl_lightning.errors import (
     is_of_machine,
     sentence,
 )
-from solrl_lightning.names import is_packaged
+from solrl_lightning.names import LORA_FILES, is_packaged
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +73,12 @@ def check_undamaged(key: str, name: str, part: str = "") -> None:
     if not is_path(name):
         return
     for file in sorted(file for file in (Path(name).expanduser() / part).glob("[!.]*") if file.is_file()):
-        check_fetched(file, f"{key}={name} is invalid")
         if file.suffix == ".json":
             check_json(key, name, file)
-        if file.suffix == ".safetensors":
+        elif file.suffix == ".safetensors":
             check_header(file, f"{key}={name} is invalid")
+        else:
+            check_fetched(file, f"{key}={name} is invalid")
         if file.suffix == ".jinja":  # any other text would be the same prompt in all rows
             with reading(f"{key}={name} is invalid: {file} must have a loop over messages"):
                 file.read_text(encoding="utf-8").index("messages")
@@ -93,6 +94,12 @@ def check_header(file: Path, named: str) -> None:
         raise UserError(f"{named}: {file} must be of safetensors, and is of torch.save, or an archive. {fix}.")
     with reading(f"{named}: {file}"), safe_open(file, framework="np"):
         pass
+
+
+def lora_file(path: Path) -> Path | None:
+    """Return the LoRA file ``path``, or the one of a folder as diffusers and peft write it; None if there is none."""
+    files = [path / name for name in LORA_FILES] if path.is_dir() else [path]
+    return next((file for file in files if file.is_file()), None)
 
 
 def note_unused(folder: Path | str, names: Iterable[str]) -> None:

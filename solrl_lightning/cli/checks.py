@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from solrl_lightning.artifacts.complete import check_header
+from solrl_lightning.artifacts.complete import check_header, lora_file
 from solrl_lightning.artifacts.finished_runs import finished_runs
 from solrl_lightning.artifacts.formatting import path_option
 from solrl_lightning.cli.config import as_written, without_hydra
@@ -94,9 +94,8 @@ def check_paths(options: Run) -> None:
     lora = options.lora
     if lora is not None:
         path = Path(lora).expanduser()
-        named, places = f"model.init_lora={lora} is invalid", [path / name for name in LORA_FILES]
-        file = next((file for file in (places if path.is_dir() else [path]) if file.is_file()), None)
-        if file is None:
+        named = f"model.init_lora={lora} is invalid"
+        if (weights := lora_file(path)) is None:
             rule = f"it must be a LoRA file, or a folder with {' or '.join(LORA_FILES)}"
             # A file of another name, as on the hub, or the LoRA inside a run folder.
             files = [file for name in LORA_FILES for file in path.glob(f"*/{name}")]
@@ -104,7 +103,7 @@ def check_paths(options: Run) -> None:
             near = sorted([*others, *(file.parent for file in files)])
             fix = ", or ".join(path_option("model.init_lora", file) for file in near) or "model.init_lora=<LoRA>"
             raise UserError(f"{named}: {rule}. Set {fix}{', if it is a LoRA' * bool(others)}.")
-        check_header(file, named)
+        check_header(weights, named)
 
 
 def check_needs(options: Run) -> None:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from solrl_lightning.artifacts.complete import lora_file
 from solrl_lightning.artifacts.finished_runs import FINISHED, RECORDED_CONFIG, RECORDED_OVERRIDES, read_summary
 from solrl_lightning.artifacts.formatting import counted, path_option, quoted, shell_quoted
 from solrl_lightning.artifacts.hub import check_fetched
@@ -37,7 +38,7 @@ from solrl_lightning.cli.config import (
     searched,
 )
 from solrl_lightning.errors import EMPTY, UserError
-from solrl_lightning.names import LORA_FILES, SHARDED
+from solrl_lightning.names import SHARDED
 from solrl_lightning.rewards.addresses import HTTP, VLM
 
 OUTPUTS = Path("outputs")
@@ -546,7 +547,7 @@ def check_checkpoint(file: Path) -> None:
 
 def _checkpoint_near(path: Path) -> str:
     """Return a fix for a ``path`` that is no file: a checkpoint of that run, or how to use the folder of a LoRA."""
-    if any((path / name).is_file() for name in LORA_FILES):
+    if lora_file(path):
         return _from_lora(path)
     folder = next((each for each in (path, *path.parents) if _checkpoints(each)), None)
     if folder is None:

@@ -20,7 +20,7 @@ from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from solrl_lightning.artifacts.complete import check_header, reading
+from solrl_lightning.artifacts.complete import check_header, lora_file, reading
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import LORA_FILES, PEFT_CONFIG
@@ -53,8 +53,7 @@ def read_lora_file(
         UserError: the file cannot be read, is no LoRA of this transformer, or has more than A, B and alpha. It begins
             with ``named``.
     """
-    files = [path / name for name in LORA_FILES] if path.is_dir() else [path]
-    file = next((file for file in files if file.is_file()), files[0])
+    file = lora_file(path) or path
     with reading(f"{named}: {file}"):
         check_header(file, named)
         with safe_open(file, framework="pt") as opened:

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from solrl_lightning import __version__
+from solrl_lightning.artifacts.files import finite_only
 from solrl_lightning.artifacts.formatting import (
     change,
     command_line,
@@ -400,7 +401,7 @@ def rank_section(history: Rows) -> Section:
         values = column(probes, name)[1]
         if name.startswith("rank/") and name not in on_kept and values:
             mean = mean_of(values)
-            ends = [row[name] if math.isfinite(row.get(name, math.nan)) else None for row in (probes[0], probes[-1])]
+            ends = finite_only([row.get(name) for row in (probes[0], probes[-1])])
             rows.append([name, *numbers(ends, 3), measured(mean.mean, mean.standard_error)])
     text = [
         "A probe generates the whole pool of one prompt of each device, another one each time, in BF16 at full steps, "

@@ -78,7 +78,7 @@ def test_folder_of_flow_factory_has_a_file_for_each_split(tmp_path: Path, monkey
         ('{"prompt": "a cat"', r"must be a JSON object \(Expecting ',' delimiter at character 19\)"),
         (
             '{"caption": "a cat", "tag": "x"}',
-            r"no such key \(its keys: caption, tag; data.column=<key> takes another\)",
+            r"data.column names; this one has no such key \(its keys: caption, tag; data.column=<key> takes another\)",
         ),
         ('{"prompt": "a cat", "tag": "x", "tag": "y"}', "it has the key 'tag' twice"),
         ('{"prompt": "a cat", "score": NaN}', "NaN is no finite number"),
