@@ -78,6 +78,10 @@ class BestCheckpoint(Checkpoint):
         """Return the state with which ``best.ckpt`` was written; an empty one of a branch, which has no file yet."""
         empty = {"reward": None, "iteration": None}
         if not self.path.is_file():
+            if self.iteration is not None and self.path.with_name(LAST.name).is_file():
+                log.warning(
+                    "%s of iteration %d is missing. The next evaluation writes it anew.", self.path, self.iteration
+                )
             return empty
         try:
             state: dict[str, Any] = read_checkpoint(self.path)["callbacks"].get(self.state_key, empty)

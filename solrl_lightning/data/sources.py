@@ -469,8 +469,9 @@ def _table_records(table: "pyarrow.Table", column: str, name: str) -> list[Promp
 
     others = table.select([field.name for field in table.schema if field.name != column and _is_json(field.type)])
     values, rows, kind = table.column(column).to_pylist(), others.to_pylist(), pyarrow.struct(others.schema)
+    prompts = (_present(value, table.field(column).type) for value in values)
     records = []
-    for row, (value, metadata) in enumerate(zip(values, (_present(row, kind) for row in rows), strict=True)):
+    for row, (value, metadata) in enumerate(zip(prompts, (_present(row, kind) for row in rows), strict=True)):
         texts, tag = _texts("" if value is None else value), metadata.get("tag")
         if texts is None or not isinstance(tag, str | None):
             key, text = (column, value) if texts is None else ("tag", tag)

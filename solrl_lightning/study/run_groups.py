@@ -88,13 +88,14 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
             continue
         identity = json.dumps(of_run.values, sort_keys=True)
         settings.setdefault(identity, of_run)
-        earlier = members.setdefault(identity, {}).get(run.seed)
-        if earlier is not None and (earlier.summary["status"], run.summary["status"]) == ("completed", "stopped early"):
-            left_out[run.folder] = f"stopped early; {earlier.folder} has the same configuration and seed and completed"
-            continue
-        if earlier is not None:
-            left_out[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
-        members[identity][run.seed] = run
+        other = members.setdefault(identity, {}).get(run.seed, run)
+        earlier, kept = sorted((other, run), key=_ended)
+        if (earlier.summary["status"], kept.summary["status"]) == ("completed", "stopped early"):
+            left_out[kept.folder] = f"stopped early; {earlier.folder} has the same configuration and seed and completed"
+            kept = earlier
+        elif other is not run:
+            left_out[earlier.folder] = f"{kept.folder} is a later run of the same configuration and seed"
+        members[identity][run.seed] = kept
     if not settings:
         reasons = "; ".join(f"{folder}: {reason}" for folder, reason in left_out.items())
         raise UserError(f"the configuration of none of these runs can be read: {reasons}.")
@@ -104,6 +105,11 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
         group = list(members[identity].values())
         groups.append(Group(name, group, {key: of_group.values.get(key) for key in differing}, group_curves(group)))
     return groups, left_out
+
+
+def _ended(run: Run) -> int:
+    """Return the time at which the summary of a run was written, in nanoseconds."""
+    return (Path(run.folder) / "summary.json").stat().st_mtime_ns
 
 
 def read_settings(run: Run) -> Settings:

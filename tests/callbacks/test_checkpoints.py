@@ -42,6 +42,21 @@ def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp
     assert best_of("less", 4, monitor="bright", weight=-1.0) == {"reward": -0.6, "iteration": 2}
 
 
+def test_a_best_checkpoint_that_was_deleted_is_named_by_a_resume_but_not_by_a_branch(tmp_path, fit, stand_in, caplog):
+    def best_of(folder, iterations, resumed=None):
+        best, options = BestCheckpoint(str(tmp_path / folder)), dict(enable_checkpointing=True, iterations=iterations)
+        fit(best, LastCheckpoint(str(tmp_path / folder)), module=stand_in.Falling(), resumed=resumed, **options)
+        return best.state_dict()
+
+    last, deleted = tmp_path / "run" / "last.ckpt", tmp_path / "run" / "best.ckpt"
+    best_of("run", 2)
+    deleted.unlink()
+    best_of("branch", 3, resumed=last)
+    assert "is missing" not in caplog.text
+    assert best_of("run", 3, resumed=last) == {"reward": 0.3, "iteration": 3} and deleted.is_file()
+    assert f"{deleted} of iteration 2 is missing. The next evaluation writes it anew." in caplog.text
+
+
 def test_the_best_checkpoint_of_a_run_that_was_killed_after_it_is_known_by_its_file(
     tmp_path, fit, stand_in, monkeypatch
 ):

@@ -91,6 +91,28 @@ def test_error_about_a_malformed_json_line_names_the_line(tmp_path: Path, line: 
         read_records(write(tmp_path / "prompts.jsonl", '{"prompt": "a dog"}', line), "prompt")
 
 
+def test_prompts_in_a_column_of_json_are_its_texts(tmp_path: Path) -> None:
+    """As DuckDB writes the texts of a JSON column, and fastparquet those of objects."""
+    source = ['"a \\"red\\" caf\\u00e9"', None, '"fog"', '["rain", "a \\ud83d\\udc31"]', '""']
+    columns = {
+        "prompt": pyarrow.array(source, pyarrow.json_()),
+        "tag": pyarrow.array(['"a"', *4 * ['"b"']], pyarrow.json_()),
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    rows = [row for row in read_records(str(tmp_path / "a.parquet"), "prompt") if row.text]
+    assert [(row.text, row.metadata["tag"]) for row in rows] == [
+        ('a "red" caf\u00e9', "a"),
+        ("fog", "b"),
+        ("rain", "b"),
+        ("a \U0001f431", "b"),
+    ]
+    parquet.write_table(
+        pyarrow.table({"prompt": pyarrow.array(['{"text": "fog"}'], pyarrow.json_())}), tmp_path / "b.parquet"
+    )
+    with pytest.raises(UserError, match="row 0 is invalid: the column prompt must hold strings; got {'text': 'fog'}"):
+        read_records(str(tmp_path / "b.parquet"), "prompt")
+
+
 def test_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", caption=["a cat", None, "", "a dog", "A cat"], votes=[1, 2, 3, 4, 5])
     assert identities(read_prompts(path, "caption")) == ["a cat", "a dog"]

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -430,6 +431,17 @@ def test_later_run_of_the_same_configuration_and_seed_wins(compose: Compose, tmp
     result = compared(compose, tmp_path / "runs")
     assert result["groups"][0]["final"] == {"mean": 0.7, "std": None}
     assert [Path(run).name for run in result["left_out"]] == ["9"]
+
+
+def test_a_later_run_is_one_that_ended_later_whatever_its_name(compose: Compose, tmp_path: Path) -> None:
+    for name, final in (("old", 0.6), ("new", 0.7)):
+        write_run(tmp_path / "runs" / name, final)
+    os.utime(tmp_path / "runs" / "old" / "summary.json", (1, 1))
+    result = compared(compose, tmp_path / "runs")
+    assert result["groups"][0]["final"]["mean"] == 0.7
+    assert result["left_out"] == {
+        str(tmp_path / "runs" / "old"): f"{tmp_path}/runs/new is a later run of the same configuration and seed"
+    }
 
 
 def test_a_run_that_stopped_early_replaces_no_completed_one(compose: Compose, tmp_path: Path) -> None:
