@@ -90,7 +90,8 @@ def audit(cfg: Run) -> dict[str, Any]:
     truth, *explorers = scored
     without = seconds_without_selection(cfg, device)
     result = describe_all(truth, explorers, *without, cfg)
-    result["search"] = search_stops(cfg, truth.merits) if options.search and cfg.model.full_steps > 2 else []
+    searches = options.search and cfg.model.full_steps > 2 and not math.isnan(result["truth"]["spread_ratio"])
+    result["search"] = search_stops(cfg, truth.merits) if searches else []
     folder = Path(cfg.run_dir)
     write_json(folder / "audit.json", result)
     write_atomically(folder / "audit.png", draw(result))

@@ -13,6 +13,7 @@ from threading import Thread
 from typing import Any
 
 import datasets
+import numpy
 import pandas as pd
 import pyarrow
 import pytest
@@ -111,6 +112,30 @@ def test_prompts_in_a_column_of_json_are_its_texts(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="row 0 is invalid: the column prompt must hold strings; got {'text': 'fog'}"):
         read_records(str(tmp_path / "b.parquet"), "prompt")
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "reason"),
+    [
+        (b"caf\xe9", pyarrow.string(), "UnicodeDecodeError: .*byte 0xe9"),
+        (b"\xed\xa0\xbd", pyarrow.large_string(), "UnicodeDecodeError: .*byte 0xed"),
+        (b"{fog", pyarrow.json_(), "JSONDecodeError: Expecting property name"),
+    ],
+)
+@pytest.mark.parametrize("column", ["prompt", "of"])
+def test_text_of_a_table_that_cannot_be_decoded_is_an_error(
+    tmp_path: Path, content: bytes, kind: pyarrow.DataType, reason: str, column: str
+) -> None:
+    """As programs in C++, Rust and Java can write it."""
+    width = numpy.int64 if kind == pyarrow.large_string() else numpy.int32
+    offsets = pyarrow.py_buffer(numpy.array([0, len(content)], width).tobytes())
+    storage = getattr(kind, "storage_type", kind)
+    wrong = pyarrow.Array.from_buffers(storage, 1, [None, offsets, pyarrow.py_buffer(content)])
+    wrong = wrong if storage is kind else pyarrow.ExtensionArray.from_storage(kind, wrong)
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "of": ["b"]} | {column: wrong}), tmp_path / "a.parquet")
+    rule = f"the prompt file {tmp_path}/a.parquet is invalid: .*{reason}.*[.] Write its texts in UTF-8, and JSON in"
+    with pytest.raises(UserError, match=rule):
+        read_records(str(tmp_path / "a.parquet"), "prompt")
 
 
 def test_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ import pytest
 import torch
 from PIL import Image
 from sigmas import uniform_sigmas
+from torch import Tensor
 
 from solrl_lightning.build import build_objective, with_option
 from solrl_lightning.metrics.selection_gain import GAIN_ERROR, GAIN_EXPONENT, gap_of_prompts
 from solrl_lightning.options.family import Exploration
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Audit
+from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rollout.stage import velocities_per_prompt
 from solrl_lightning.tasks import audit as audit_module
 from solrl_lightning.tasks.audit import _stages, audit, command_of, command_without_selection, load_pool
@@ -74,6 +76,23 @@ def test_race_is_ranked_by_the_latest_rungs_and_timed_a_candidate(
     out = capfd.readouterr().out
     assert re.search(r"bf16 1/2 of 3 steps .* ± \d+ % +14[+]8 +1[.]5 .* +2[.]25 +0[.]\d\d \[0.*\]\n", out)
     assert re.search(r"\n  4 random +- +- +8 +0[.]25( +1[.]00){4}\n", out)
+
+
+class Equal(Reward):
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return torch.zeros(len(prompts))
+
+
+def test_equal_rewards_have_no_fidelity_no_early_stops_and_no_verdict(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(audit_module, "seconds_without_selection", lambda cfg, device: (0.25, 0.75))
+    equal = (f"reward.shapes._target_={__name__}.Equal", "task.proxies=[{sampler:merged,steps:3}]")
+    result = audit(compose(*SMALL, "model.full_steps=5", "task.search=true", *equal))
+    out = capfd.readouterr().out
+    assert re.search(r"\n  the truth itself +- +- +40 +", out) and "1.000" not in out
+    assert result["search"] == [] and "family=prefix" not in out and "family=race" not in out
+    assert "no verdict: all rewards of a prompt are equal" in out
 
 
 def test_search_gives_the_numbers_of_the_proxies_that_it_names(
