@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from solrl_lightning.artifacts.formatting import path_option
 from solrl_lightning.errors import FolderLost, UserError
@@ -87,8 +86,8 @@ def branch_elsewhere(folder: Path) -> str:
 def check_free(folder: Path, other: str = OTHER_FOLDER) -> None:
     """Raise UserError for a folder that another process runs in. ``other``: the options that choose another folder."""
     if (folder / _LOCK).is_file():
-        with open(folder / _LOCK, "r+") as file:
-            _lock(file, folder, other)
+        with _opened(folder / _LOCK, os.O_RDWR) as lock:
+            _lock(lock, folder, other)
 
 
 @contextmanager
@@ -100,9 +99,9 @@ def claimed(folder: Path, new: bool, other: str = OTHER_FOLDER) -> Iterator[None
     """
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / _LOCK, "a") as file:
-        _lock(file, folder, other)
-        _claims[folder.absolute()] = directory = os.open(folder, os.O_RDONLY)
+    with _opened(folder / _LOCK, os.O_RDWR | os.O_CREAT) as lock, _opened(folder, os.O_RDONLY) as directory:
+        _lock(lock, folder, other)
+        _claims[folder.absolute()] = directory
         try:
             if new:
                 check_new(folder)
@@ -113,7 +112,6 @@ def claimed(folder: Path, new: bool, other: str = OTHER_FOLDER) -> Iterator[None
                 check_claim(folder)
                 (folder / _LOCK).unlink()
             del _claims[folder.absolute()]
-            os.close(directory)
             for path in new_folders:
                 with suppress(OSError):  # one that is not empty stays
                     path.rmdir()
@@ -139,10 +137,21 @@ def _unshare(file: Path) -> None:
         os.replace(copy, file)
 
 
-def _lock(file: IO[str], folder: Path, other: str = OTHER_FOLDER) -> None:
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """Yield the descriptor of a file or folder, whose mount may be gone when it is closed."""
+    descriptor = os.open(path, flags, 0o666)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it with the process, also after a kill
-        used = os.fstat(file.fileno()).st_nlink == 0  # its holder removed it after this process had opened it
+        yield descriptor
+    finally:
+        with suppress(OSError):
+            os.close(descriptor)
+
+
+def _lock(lock: int, folder: Path, other: str = OTHER_FOLDER) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it with the process, also after a kill
+        used = os.fstat(lock).st_nlink == 0  # its holder removed it after this process had opened it
     except OSError as error:
         used = isinstance(error, BlockingIOError)
         # Lustre and NFS mounted without locks

@@ -34,6 +34,22 @@ def test_lock_is_in_the_folder_of_the_run(command: Command) -> None:
     assert first != second  # a new time for each command
 
 
+def test_the_error_of_a_run_whose_mount_is_gone_is_its_only_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = os.close
+
+    def disconnected(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="^reported$"), claimed(tmp_path / "run", True):
+        patch.setattr(os, "close", disconnected)
+        raise ValueError("reported")
+    with claimed(tmp_path / "run", True):  # it is free
+        assert (tmp_path / "run" / ".lock").is_file()
+
+
 def test_lock_of_a_sweep_is_in_the_folder_of_its_runs(command: Command) -> None:
     lines = [line.split() for line in command("-m", TASK, "seed=1,2").out.splitlines() if line.startswith("/")]
     assert [locks for _, *locks in lines] == [[str(Path(run).parent), run] for run, *_ in lines] and len(lines) == 2
