@@ -211,7 +211,6 @@ if __name__ == "__main__":
         importlib.import_module(name)
     patch = pytest.MonkeyPatch()
     once.compose_once(patch)
-    once.compose_in_less_time(patch)
     once.draw_once(patch)
     once.try_out_once(patch)
     tqdm.monitor_interval = 0  # it would start a thread
