@@ -468,9 +468,10 @@ def _table_records(table: "pyarrow.Table", column: str, name: str) -> list[Promp
     import pyarrow
 
     others = table.select([field.name for field in table.schema if field.name != column and _is_json(field.type)])
+    kind, kinds = table.field(column).type, pyarrow.struct(others.schema)
     with reading(f"the prompt file {name} is invalid", fix="Write its texts in UTF-8, and JSON in columns of JSON."):
-        prompts = [_present(value, table.field(column).type) for value in table.column(column).to_pylist()]
-        rows = [_present(row, pyarrow.struct(others.schema)) for row in others.to_pylist()]
+        prompts = [_present(value, kind) for value in table.column(column).to_pylist()]
+        rows = [_present(row, kinds) for row in others.to_pylist()]
     records = []
     for row, (value, metadata) in enumerate(zip(prompts, rows, strict=True)):
         texts, tag = _texts("" if value is None else value), metadata.get("tag")

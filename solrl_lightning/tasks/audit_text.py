@@ -25,7 +25,7 @@ def format_audit(result: dict[str, Any]) -> str:
         ]
         for row in result["proxies"]
     ]
-    fidelity = ["-", "-"] if math.isnan(truth["spread_ratio"]) else ["1.000", "100 %"]  # of equal rewards, or of others
+    fidelity = ["-", "-"] if math.isnan(truth["spread_ratio"]) else ["1.000", "100 %"]
     rows.append(["the truth itself", *fidelity, truth["evaluations"], *_costs(truth, without)])
     rows.append(
         [f"{keep} random", None, None, without["evaluations"], f"{without['sampling_seconds']:.3g}", *["1.00"] * 4]
