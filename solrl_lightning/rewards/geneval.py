@@ -30,6 +30,7 @@ _QUERY = "a photo of a {kind}"  # OWLv2's
 _MARGIN = 0.1  # share of both objects' sizes that an offset must exceed
 _OVERLAP = 0.5  # intersection over union above which two boxes of a class are one object
 _BATCH = 8  # images per pass of the detector
+_RULES = ("include", "exclude", "tag")  # the metadata that a score depends on
 
 
 Box = Sequence[float]
@@ -82,8 +83,9 @@ class GenEval(TransformersCLIP):
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         images, scores = eight_bits(images.to(self.device)), torch.zeros(len(prompts), device=self.device)
-        texts, place = unique_prompts(prompts)
-        for number in range(len(texts)):
+        rules = [str([prompt, *map(row.get, _RULES)]) for prompt, row in zip(prompts, metadata, strict=True)]
+        unique, place = unique_prompts(rules)  # prompts of one text may ask for other objects
+        for number in range(len(unique)):
             rows = (place == number).nonzero().flatten()
             row = metadata[int(rows[0])]
             kinds = list(dict.fromkeys(clause["class"] for clause in (*row["include"], *row.get("exclude", []))))

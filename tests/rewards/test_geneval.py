@@ -178,12 +178,14 @@ def test_colours_are_clips_zero_shot_classes_of_the_crop(
     assert ours == expected and len(set(expected)) > 1
 
 
-def test_score_rates_each_image_by_its_own_metadata(reward: GenEval, images: Tensor) -> None:
+@pytest.mark.parametrize("text", ["four dogs", "a dog"], ids=["texts", "equal texts"])
+def test_score_rates_each_image_by_its_own_metadata(reward: GenEval, images: Tensor, text: str) -> None:
+    """Also of prompts that differ by their input images alone."""
     rows = [
         {"include": [DOG], "tag": "single_object"},
         {"include": [{**DOG, "count": 4}], "exclude": [{**DOG, "count": 5}], "tag": "counting"},
     ]
-    prompts = ["a dog", "a dog", "four dogs", "a dog"]
+    prompts = ["a dog", "a dog", text, "a dog"]
     numbers = [0, 0, 1, 0]
     rated = reward(images, prompts, [rows[number] for number in numbers])
     for place, (image, number) in enumerate(zip(images, numbers, strict=True)):
