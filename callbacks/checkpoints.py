@@ -67,7 +67,8 @@ class BestCheckpoint(Checkpoint):
         self.iteration: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.load_state_dict(trainer.strategy.broadcast(self._state_in_file()))
+        state = self._state_in_file() if trainer.is_global_zero else {}
+        self.load_state_dict(trainer.strategy.broadcast(state))
         if self.iteration is not None and not module_of(pl_module).evaluation.comparable:
             if trainer.is_global_zero:
                 earlier = self.path.replace(self.path.with_stem(f"{self.path.stem}_{self.iteration:06d}"))

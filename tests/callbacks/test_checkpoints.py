@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -55,6 +57,20 @@ def test_a_best_checkpoint_that_was_deleted_is_named_by_a_resume_but_not_by_a_br
     assert "is missing" not in caplog.text
     assert best_of("run", 3, resumed=last) == {"reward": 0.3, "iteration": 3} and deleted.is_file()
     assert f"{deleted} of iteration 2 is missing. The next evaluation writes it anew." in caplog.text
+
+
+def test_the_first_rank_alone_reads_the_best_checkpoint(tmp_path, caplog):
+    (tmp_path / "best.ckpt").write_bytes(b"damaged")
+    best, sent = BestCheckpoint(str(tmp_path)), []
+
+    def broadcast(state):
+        sent.append(state)
+        return {"reward": 0.6, "iteration": 2}  # what the first rank has read
+
+    module = SimpleNamespace(evaluation=SimpleNamespace(comparable=True))
+    strategy = SimpleNamespace(broadcast=broadcast)
+    best.on_train_start(SimpleNamespace(is_global_zero=False, strategy=strategy), module)
+    assert sent == [{}] and best.state_dict() == {"reward": 0.6, "iteration": 2} and not caplog.text
 
 
 def test_the_best_checkpoint_of_a_run_that_was_killed_after_it_is_known_by_its_file(
