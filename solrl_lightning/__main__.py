@@ -290,7 +290,8 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     try:
         return _checked_jobs(tree, checked, resumed, composed, notes)
     except UserError as error:
-        raise UserError(f"{error}{resumed.elsewhere}") from error
+        advice = (text for path, text in resumed.elsewhere.items() if path in str(error))
+        raise UserError(f"{error}{next(advice, '')}") from error
 
 
 def _checked_jobs(

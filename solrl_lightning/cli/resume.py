@@ -10,7 +10,7 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ class Resumed(NamedTuple):
     message: str = ""
     requeued: bool = False  # a run that has finished is then no error
     newest: bool = False  # no option names the run
-    elsewhere: str = ""  # advice to go where the run began, if a path of its options exists only there
+    elsewhere: Mapping[str, str] = {}  # advice to go where the run began, by the paths of its options only there
 
 
 def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resumed:
@@ -492,13 +492,14 @@ def _recorded_sources(folder: Path) -> list[str]:
     return sources
 
 
-def _advice_to_go_back(folder: Path, overrides: Iterable[Override]) -> str:
-    """Return where the run in ``folder`` began, if a relative path of its ``overrides`` exists there and not here."""
+def _advice_to_go_back(folder: Path, overrides: Iterable[Override]) -> dict[str, str]:
+    """Return where the run in ``folder`` began, for each relative path of ``overrides`` that exists only there."""
     place = OmegaConf.select(_recorded_hydra(folder), "runtime.cwd", default=".")
-    for path in filter(None, (str(override.value()) for override in overrides)):
-        if os.path.exists(os.path.join(place, path)) and not os.path.exists(path):
-            return f" The run began in {place}, where {shell_quoted(path)} is: run cd {shell_quoted(place)} first."
-    return ""
+    return {
+        path: f" The run began in {place}, where {shell_quoted(path)} is: run cd {shell_quoted(place)} first."
+        for path in filter(None, (str(override.value()) for override in overrides))
+        if os.path.exists(os.path.join(place, path)) and not os.path.exists(path)
+    }
 
 
 def _recorded_hydra(folder: Path) -> DictConfig:

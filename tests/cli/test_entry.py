@@ -629,6 +629,7 @@ def test_resume_elsewhere_says_where_a_relative_path_is(
     message = error_of(command, *again)
     assert message.endswith(f"The run began in {tmp_path}, where 'a set.txt' is: run cd {tmp_path} first.\n")
     assert "is: run cd" not in error_of(command, *of_set)
+    assert "is: run cd" not in error_of(command, *again[:-1], "iterations=0"), "an error of something else"
     monkeypatch.chdir(tmp_path)
     assert command(*again).status == 0
 
