@@ -143,8 +143,8 @@ def check_source(source: str) -> None:
     if not path.is_file():
         raise UserError(
             f"the prompt source {shell_quoted(source)} is invalid: it must be a file, {HUB}<owner>/<name>/<split> or a "
-            f"named source ({', '.join(SOURCES)}), or a folder with the file of the split, train.jsonl or train.txt, "
-            f"for data.eval test.jsonl or test.txt; in {Path.cwd()} it is none."
+            f"named source ({', '.join(SOURCES)}), or, for data.train and data.eval, a folder with train.jsonl or "
+            f"train.txt, and test.jsonl or test.txt; in {Path.cwd()} it is none."
             f"{did_you_mean(difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.7))} {_file_of(path)}"
         )
     endings = (".txt", *_TABLES, *_JSON_LINES, _JSON)
@@ -170,7 +170,8 @@ def _file_of(folder: Path) -> str:
     """Return how to get a file of prompts from a folder of texts, of ``datasets``, or of files of prompts."""
     source, files = str(folder), sorted([*folder.glob("[!.]*"), *folder.glob("[!.]*/[!.]*")])
     of_pictures = {file.parent for file in files if file.suffix.lower() in _PICTURES}  # with a caption for each
-    of_texts = [place for place in (folder, *sorted(of_pictures)) if len([*place.glob("[!.]*.txt")]) > 1]
+    texts_of = {place: {file.name for file in place.glob("[!.]*.txt")} for place in (folder, *sorted(of_pictures))}
+    of_texts = [place for place, names in texts_of.items() if len(names - {"train.txt", "test.txt"}) > 1]
     if of_texts:
         source = str(of_texts[0])
         texts = (

@@ -65,9 +65,12 @@ def test_error_about_a_missing_file_names_the_folder_and_the_nearest_source(
     assert "shapes-train, shapes-eval, compositional" in message and "Did you mean shapes-train?" in message
     with pytest.raises(UserError, match=r"it is none\. Name a file of prompts\.$"):
         read_prompts("prompts.csv")
-    with pytest.raises(
-        UserError, match=r"train.txt, for data.eval test.jsonl or test.txt; .* Name a file of prompts\."
-    ):
+    of_splits = "for data.train and data.eval, a folder with train.jsonl or train.txt, and test.jsonl or test.txt; .*"
+    with pytest.raises(UserError, match=rf"{of_splits} Name a file of prompts\."):
+        read_prompts(tmp_path)
+    for file in (tmp_path / "train.txt", tmp_path / "test.txt"):
+        file.write_text("a cat\n")
+    with pytest.raises(UserError, match=rf"{of_splits} Name a file of prompts, such as {file}\.$"):
         read_prompts(tmp_path)
 
 
