@@ -286,7 +286,9 @@ def _read_json(path: Path, column: str) -> list[Prompt]:
 def _rows(content: Any, column: str) -> list[Any] | None:
     """Return the rows in a JSON value: a list, rows by id, one object, or a table by columns, as pandas writes it."""
     if isinstance(content, dict) and column in content:
-        columns = [[*values.values()] if isinstance(values, dict) else values for values in content.values()]
+        ids, columns = content[column], list(content.values())
+        if all(isinstance(each, dict) and each.keys() == ids.keys() for each in (ids, *columns)):
+            columns = [[values[row] for row in ids] for values in columns]  # which may be in another order
         is_table = all(isinstance(values, list) and len(values) == len(columns[0]) for values in columns)
         if not is_table:
             return [content]

@@ -325,6 +325,10 @@ ROWS = [{"prompt": "one, two", "id": "007", "of": {"day": "2024-01-01"}}, {"prom
 
 
 BY_ID = json.dumps({f"{number:05}": row for number, row in enumerate(ROWS)})
+IN_OTHER_ORDERS = {
+    name: {place: values[place] for place in ([0, 1] if name == "prompt" else [1, 0])}
+    for name, values in pd.DataFrame(ROWS).to_dict().items()
+}
 
 
 @pytest.mark.parametrize(
@@ -332,6 +336,7 @@ BY_ID = json.dumps({f"{number:05}": row for number, row in enumerate(ROWS)})
     [
         json.dumps(ROWS),
         pd.DataFrame(ROWS).to_json(),
+        json.dumps(IN_OTHER_ORDERS),
         json.dumps(pd.DataFrame(ROWS).to_dict("list")),
         BY_ID,
         "\n".join(map(json.dumps, ROWS)),
