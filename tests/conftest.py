@@ -1,5 +1,6 @@
 """Fixtures for the whole suite: configurations composed as a run gets them, and the command line in this process."""
 
+import atexit
 import functools
 import gc
 import logging
@@ -22,6 +23,9 @@ from solrl_lightning.cli.sweep_job import RANK_VARIABLES
 from solrl_lightning.options.run import Run
 from solrl_lightning.study.drawing import draw_chart
 
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_WORKER:  # whose libraries take up to ten seconds to be taken down, for which the suite waits
+    atexit.register(os._exit, 0)  # the first one, which is called last
 gc.set_threshold(*once.RARELY)
 # Threads wait for each other more than they compute at these sizes. Else Lightning sets two, which later tests inherit.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -43,7 +47,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # else nanobind reports leaks
+    if not IS_WORKER:
+        gc.unfreeze()  # else nanobind reports leaks
 
 
 @pytest.fixture(scope="session", autouse=True)
