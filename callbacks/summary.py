@@ -196,6 +196,7 @@ class RunSummary(Callback):
             "peak_memory_bytes": allocated,
             "peak_memory_reserved_bytes": reserved,
             "held_out": held_out,
+            "digests": {"data.train": loop_of(trainer).digest_of_prompts, "model.pretrained": module.model.base_digest},
             "evaluations": evaluations,
             "config": self.hparams,
             "versions": versions(),
@@ -270,7 +271,7 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     for name, other in facts["other_rewards"].items():
         watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
         rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))
-    if learned := [f"{name} {two_decimals(base)} -> {two_decimals(last)}" for name, base, last in parts_learned(facts)]:
+    if learned := [f"{name} {' -> '.join(two_decimals(base, last))}" for name, base, last in parts_learned(facts)]:
         rows.append(("in detail", ", ".join(learned)))
     if facts["best_reward"] is not None:
         best = f"{number(facts['best_reward'])} after {best_text(facts)}"

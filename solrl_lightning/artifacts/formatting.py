@@ -18,9 +18,10 @@ def number(value: float | None, digits: int = 4) -> str:
     return numbers([value], digits)[0]
 
 
-def two_decimals(value: float | None) -> str:
-    """Return a number with two decimals; "-" for None."""
-    return _text(value, 2)
+def two_decimals(*values: float | None) -> list[str]:
+    """Return numbers with two decimals, or with two digits of the largest where it has fewer; "-" for None."""
+    largest = max((abs(value) for value in values if value and math.isfinite(value)), default=1.0)
+    return [_text(value, max(2, _decimals(largest, 2))) for value in values]
 
 
 def measured(value: float | None, error: float | None = None, signed: bool = False) -> str:

@@ -295,7 +295,7 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     ]
     tables = [Table(columns, cells, folded=f"All {len(rows)} evaluations" if len(rows) > 1 else "")]
     if learned := parts_learned(facts):
-        shares = [[name, two_decimals(base), two_decimals(last)] for name, base, last in learned]
+        shares = [[name, *two_decimals(base, last)] for name, base, last in learned]
         columns = ["parts of the reward, and shares of what is right", "before", "last evaluation"]
         tables.insert(0, Table(columns, shares, "Means over the held-out images."))
     return Section(title, text, charts=charts, tables=tables)

@@ -124,6 +124,7 @@ def read_settings(run: Run) -> Settings:
         for key, value in values.items()
         if not is_subkey(key, *_SAME_EXPERIMENT)
     }
+    values |= {f"{key}.digest": content[:8] for key, content in run.summary.get("digests", {}).items()}
     groups = {key.partition(".")[0] for key in values if "." in key}
     options = {key: value for key, value in run.summary["config"].items() if key in groups}
     backend = run.summary.get("precision_backend", "").partition(" ")[0]  # "no" without a shadow

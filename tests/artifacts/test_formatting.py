@@ -5,7 +5,15 @@ import shlex
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from solrl_lightning.artifacts.formatting import change, measured, number, numbers, path_option, shell_quoted
+from solrl_lightning.artifacts.formatting import (
+    change,
+    measured,
+    number,
+    numbers,
+    path_option,
+    shell_quoted,
+    two_decimals,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +27,9 @@ from solrl_lightning.artifacts.formatting import change, measured, number, numbe
         (number(None), "-"),
         (number(float("nan")), "nan"),
         (" ".join(numbers([0.34, 0.346, None], 3)), "0.340 0.346 -"),
+        (" ".join(two_decimals(0.344, 1)), "0.34 1.00"),
+        (" ".join(two_decimals(0.00356, 0.00379)), "0.0036 0.0038"),
+        (" ".join(two_decimals(0, None)), "0.00 -"),
         (measured(0.5404, 0.0182), "0.540 ± 0.018"),
         (measured(-0.0073, 0.0053, signed=True), "-0.0073 ± 0.0053"),
         (measured(0.5, 0.0), "0.5000"),

@@ -46,7 +46,7 @@ class StandIn(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
-        self.model = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
+        self.model = SimpleNamespace(decode=lambda x: x.clamp(0, 1), base_digest="base")
         self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
         self.transformers = SimpleNamespace(precision_backend="nvfp4 (emulated)", explorers=None)
         self.transformers.trained = SimpleNamespace(folder="lora")
@@ -163,6 +163,7 @@ def make_trainer(
     trainer.fit_loop.stopwatch, trainer.fit_loop.termination = Stopwatch(), SimpleNamespace(requested=False)
     trainer.fit_loop.iterations_done, trainer.fit_loop.max_seconds, trainer.fit_loop.is_time_up = 0, None, False
     trainer.fit_loop.keep, trainer.fit_loop.passes_without_selection = KEEP, 1.5
+    trainer.fit_loop.digest_of_prompts = "prompts"
     trainer.fit_loop.logged_values = MethodType(ExploreTrainLoop.logged_values, trainer.fit_loop)
     return trainer
 

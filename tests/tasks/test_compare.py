@@ -196,6 +196,15 @@ def test_runs_that_read_other_values_of_a_variable_are_of_other_groups(
     assert left_out == {}
 
 
+def test_runs_of_other_prompts_in_files_of_one_name_are_of_other_groups(tmp_path: Path) -> None:
+    for name, seed, content in (("a", 1, "0123456789"), ("b", 2, "0123456789"), ("c", 1, "abcdefghij")):
+        digests = {"data.train": content, "model.pretrained": "f" * 32}
+        write_run(tmp_path / name, 0.6, "data.train=prompts.txt", seed=seed, digests=digests)
+    groups, left_out = group_runs(read_runs([tmp_path / name for name in "abc"])[0])
+    assert [group.name for group in groups] == ["data.train.digest=01234567", "data.train.digest=abcdefgh"]
+    assert [list(group.finals) for group in groups] == [[1, 2], [1]] and not left_out
+
+
 def test_settings_of_a_group_have_what_an_option_sets(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, 0.6, f"objective={name}") for name in ("nft", "flow_grpo")]
     groups, _ = group_runs(read_runs(folders)[0])
