@@ -60,7 +60,8 @@ def read_lora_file(
             tensors = {name.replace(_COMPILED, ""): opened.get_tensor(name) for name in opened.keys()}
             settings = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
     beside, of_peft = file.with_name(PEFT_CONFIG), bool(tensors) and all(name.startswith(_PEFT) for name in tensors)
-    if of_peft and beside.is_file():
+    is_bare = file.name == LORA_FILES[1] and settings == "{}"  # as of tensors that a script saved under peft's name
+    if beside.is_file() and (of_peft or is_bare):
         settings = beside.read_text(encoding="utf-8", errors="replace")
     config = _of_transformer(settings, named)
     if dropped := [name for name in tensors if _OF_TEXT_ENCODERS.match(name)]:

@@ -272,9 +272,12 @@ def test_files_of_peft_and_diffusers_give_the_policy_that_saved_them(
     compiled = shutil.copytree(tmp_path / "peft", tmp_path / "compiled") / LORA_FILES[1]  # before peft wrapped it
     names = {name: name.replace("base_model.model.", "base_model.model._orig_mod.") for name in load_file(compiled)}
     save_file({names[name]: value for name, value in load_file(compiled).items()}, compiled)
+    bare = shutil.copytree(tmp_path / "peft", tmp_path / "bare") / LORA_FILES[1]  # get_peft_model_state_dict's names
+    save_file({name.removeprefix("base_model.model."): value for name, value in load_file(bare).items()}, bare)
     conditioning = saver.encode(prompts_of(PROMPTS))
     expected = Adapted(saver, {}, conditioning).velocity().detach()
-    for folder, file in zip(("diffusers", "peft", "compiled"), (*LORA_FILES, LORA_FILES[1]), strict=True):
+    for folder in ("diffusers", "peft", "compiled", "bare"):
+        file = LORA_FILES[folder != "diffusers"]
         model = load_model(nano_folder, **exact)
         before = Adapted(model, {}, conditioning).velocity()
         trained = AdaptedTransformer(model.transformer, lora_config(alpha=5), 0)  # also on layers that are not in it
