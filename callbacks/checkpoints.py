@@ -125,7 +125,10 @@ class PeriodicCheckpoints(Checkpoint):
         done = loop_of(trainer).iterations_done
         if self.every == 0 or done % self.every != 0:
             return
-        trainer.save_checkpoint(self.folder / f"iteration_{done:06d}.ckpt", weights_only=False)
+        newest = self.folder / f"iteration_{done:06d}.ckpt"
+        trainer.save_checkpoint(newest, weights_only=False)
         if self.keep is not None and trainer.is_global_zero:
-            for file in sorted(self.folder.glob("iteration_*.ckpt"))[: -self.keep]:
+            # Without the later files of a run that resumed from an earlier one: they are not of this training.
+            files = sorted(file for file in self.folder.glob("iteration_*.ckpt") if file <= newest)
+            for file in files[: -self.keep]:
                 file.unlink()

@@ -110,3 +110,14 @@ def test_the_newest_checkpoints_of_every_few_iterations_are_kept(tmp_path, fit):
         fit(PeriodicCheckpoints(str(folder), every, keep), iterations=6, enable_checkpointing=True)
         names = [f"iteration_{iteration:06d}.ckpt" for iteration in iterations]
         assert sorted(file.name for file in folder.glob("*")) == names
+
+
+def test_checkpoints_of_a_later_training_do_not_count_as_the_newest(tmp_path, fit):
+    def kept(keep, iterations, resumed=None):
+        periodic = PeriodicCheckpoints(str(tmp_path), 1, keep)
+        fit(periodic, iterations=iterations, resumed=resumed, enable_checkpointing=True)
+        return sorted(int(file.stem.removeprefix("iteration_")) for file in tmp_path.glob("*.ckpt"))
+
+    assert kept(None, 5) == [1, 2, 3, 4, 5]
+    fit_from = tmp_path / "iteration_000001.ckpt"
+    assert kept(2, 3, fit_from) == [2, 3, 4, 5]
