@@ -74,8 +74,10 @@ def locate(key: str, node: Any) -> Callable[..., Any]:
         target, reason, cause = None, sentence(causes_of(error)[-1]).rstrip("."), error
     if not callable(target):
         fix = "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
-        if cause is not None and (place := _in_a_module(cause)):
+        if cause is not None and (place := _in_a_module(causes_of(cause)[-1])):
             reason, fix = f"{reason}, in {place}", "Correct its module, or install what that imports."
+            if is_packaged(name):
+                fix = "Reinstall the package of that file and what it imports, or remove it."
         raise UserError(f"{key}: {name} could not be made: {reason}. {fix}") from cause
     return target
 

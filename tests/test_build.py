@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -176,6 +177,24 @@ def test_error_names_a_part_that_cannot_be_made(
 def test_error_of_the_machine_is_not_about_the_values_of_a_part(error: Exception) -> None:
     with pytest.raises(type(error), match=str(error.args[-1])):
         targets.make("model.policy", {"_target_": f"{__name__}.Fails"}, error=error)
+
+
+def test_a_broken_package_is_named_in_place_of_the_part_that_imports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def of_diffusers(name: str) -> None:
+        try:
+            import_module("broken")
+        except ImportError as error:
+            raise RuntimeError("Failed to import diffusers.models because of the following error") from error
+
+    monkeypatch.setattr(targets, "_import_module_of", of_diffusers)
+    fix = "Reinstall the package of that file and what it imports, or remove it"
+    with pytest.raises(UserError, match=rf"undefined symbol: \w+, in {tmp_path}/broken.py, line 1\. {fix}"):
+        targets.locate("callbacks.timings", {"_target_": "solrl_lightning.callbacks.timings.StageTimings"})
 
 
 def test_error_of_one_word_has_its_class() -> None:
