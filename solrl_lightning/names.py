@@ -60,10 +60,10 @@ SUM: Final = "weighted_sum"
 """The label of several rewards' sum."""
 
 TAKEN_BY_METRICS = frozenset(
-    {SUM, "mean", "std", "group_std", "zero_std_fraction"}  # reward/<name>
+    {SUM, "prompt", "mean", "std", "group_std", "zero_std_fraction"}  # reward/<name>
     | {"iteration", "seconds", "evaluations", "samples", "statistics", "parts", "standard_error", "change_error"}
 )
-"""Names that no reward can have: of metrics beside its own, and of keys in a row of summary.json's evaluations."""
+"""Names that no reward can have: of metrics beside its own, and of keys beside it in summary.json and evaluate.json."""
 
 
 def is_packaged(name: str) -> bool:

@@ -16,7 +16,7 @@ _MIN_CELL, _MAX_CELL = 128, 512  # pixels; smaller images are enlarged by an int
 _GAP = 4  # between images
 _WIDE_GAP = 20  # between column groups
 _MARGIN = 10
-_MIN_WIDTH = 420  # fits the title
+_MIN_WIDTH = 420  # fits a title in two lines
 _TITLE, _TEXT, _LINE = 16, 13, 18  # font sizes and line height
 
 
@@ -79,11 +79,13 @@ def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image
     widths = [len(group) * (cell_width + _GAP) - _GAP for group in cells[0]]
     starts = [_MARGIN + sum(widths[:number]) + number * _WIDE_GAP for number in range(len(widths))]
     width = max(starts[-1] + widths[-1] + _MARGIN, _MIN_WIDTH)
+    titles = wrap(title, width - 2 * _MARGIN, _TITLE, lines=2)
     captions = [wrap(row.caption, width - 2 * _MARGIN, _TEXT, lines=2) for row in rows]
     heights = [len(caption) * _LINE + cell_height + _LINE + 2 * _GAP for caption in captions]
-    top = _MARGIN + 3 * _LINE
+    top = _MARGIN + (2 + len(titles)) * _LINE
     canvas = Image.new("RGB", (width, top + sum(heights)), "white")
-    write(canvas, (_MARGIN, _MARGIN), "".join(wrap(title, width - 2 * _MARGIN, _TITLE)), _TITLE, "black")
+    for number, line in enumerate(titles):
+        write(canvas, (_MARGIN, _MARGIN + number * _LINE), line, _TITLE, "black")
     for start, heading, room in zip(starts, headings, widths, strict=True):
         room = room if len(starts) > 1 else width - 2 * _MARGIN
         write(canvas, (start, top - _LINE - _GAP), "".join(wrap(heading, room, _TEXT)), _TEXT, "dimgrey")

@@ -83,7 +83,7 @@ class Reward(Group):
             if name in ("pretrained", "combine"):
                 continue
             if name in TAKEN_BY_METRICS:
-                raise Broken("a metric of this program has that name.", name, "Choose another name for the reward.")
+                raise Broken("a metric or key has that name.", name, "Choose another name for the reward.")
             member = node[name] if isinstance(node[name], dict) else {}
             if "weight" not in member or not isinstance(member.get("_target_"), str):
                 fix = "Begin the reward's file with `# @package reward`, and put them below its one key, its name."

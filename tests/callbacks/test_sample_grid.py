@@ -90,5 +90,7 @@ def test_text_of_any_length_and_script_is_cut_at_the_edge_of_the_picture():
     assert draw_grid("t" * 500, ["h" * 500], rows).width == 420
     title = "4 best and 4 worst of 24, iteration 100"
     assert wrap(title, 420 - 2 * 10, 16) == [title]
+    one, other = (f"Same held-out prompts, same noise; {reward} below" for reward in ("shapes", "colour"))
+    assert draw_grid(one, ["h"], rows).tobytes() != draw_grid(other, ["h"], rows).tobytes(), "a title has two lines"
     assert wrap("word " * 200, 100, 13) == ["word word…"]
     assert wrap("", 100, 13) == []

@@ -91,7 +91,8 @@ reward.combine=mean              | it must be one of sum, gdpo
 +reward.clipscore.weight=0       | Choose it, too, with reward=[...,clipscore], or leave its keys out with ~reward.clips
 reward.shapes=0.5                | it must have a _target_ and a weight. Set reward.shapes.weight=0.5.
 +reward.b={target:m.B,weight:1}   | it must have a _target_ and a weight. Write _target_ in place of target.
-+reward.mean={_target_:a.B,weight:1} | a metric of this program has that name. Choose another name for the reward.
++reward.mean={_target_:a.B,weight:1} | a metric or key has that name. Choose another name for the reward.
++reward.prompt={_target_:a.B,weight:1} | a metric or key has that name. Choose another name for the reward.
 reward.shapes.weight=null        | 0 for a reward that is only evaluated. Set reward.shapes.weight=1.
 reward=http reward.http.url=ftp://scorer | reward.http.url=ftp://scorer is invalid: it must begin with http:// or
 reward=http reward.http.url=http://scorer: | a host and, if any, the number of its port
