@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _OTHERS = ("OMPI_COMM_WORLD", "PMI", "JSM_NAMESPACE")  # mpirun of Open MPI, of MPICH and Intel MPI; jsrun
 _OF_LIGHTNING = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # read while it is imported
 _INTERACTIVE = ("bash", "interactive")  # names of jobs in which Lightning ignores SLURM
+_AFTER_LIGHTNING = {"NODE_RANK", "LOCAL_RANK", "MASTER_PORT"}  # what it leaves in a process whose ranks it has started
 _HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # of torchrun, Open MPI, MPICH
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -119,12 +120,15 @@ def check_world(num_nodes: int, devices: int, rank: int, is_launched: bool) -> N
     if launcher.name == "srun":
         here = min(started, _number("SLURM_NTASKS_PER_NODE") or max(1, started // _number("SLURM_NNODES", 1)))
     fits = started == size and here == devices
-    who = f"{launcher.name} has started {started} processes"
+    who, way_out = f"{launcher.name} has started {started} processes", launcher.advice
     fix = f" Set trainer.num_nodes={started // here} trainer.devices={here}."
     if not launcher.name:
         variables = tuple(dict.fromkeys([*variables, *_OF_LIGHTNING]))  # its loggers write nothing on another rank
         fits = started == size if "LOCAL_RANK" in os.environ else started == 1  # otherwise Lightning starts no ranks
         who, fix = "no launcher has started this process", ""
+        if "WORLD_SIZE" not in os.environ and os.environ.keys() >= _AFTER_LIGHTNING:
+            who = "an earlier command of this process had ranks, each of which runs the whole script"
+            way_out = " Start each command in a new process: python -m solrl_lightning <options>."
     is_lost = bool(launcher.name) and started > 1 and fits and not is_launched
     if fits and not is_lost and not (rank == 0 and any(map(_number, variables[1:]))):
         if started < size and "MASTER_PORT" in os.environ:  # Lightning starts the other ranks
@@ -132,7 +136,7 @@ def check_world(num_nodes: int, devices: int, rank: int, is_launched: bool) -> N
         return
     takes = "Lightning has not found them" if is_lost else f"the trainer takes {size}, this one for rank {rank}"
     environment = " ".join(f"{name}={os.environ[name]}" for name in variables if name in os.environ)
-    raise UserError(f"{environment} is invalid here: {who}, and {takes}.{'' if fits else fix}{launcher.advice}")
+    raise UserError(f"{environment} is invalid here: {who}, and {takes}.{'' if fits else fix}{way_out}")
 
 
 def _check_free(port: int) -> None:

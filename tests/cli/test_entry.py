@@ -1102,6 +1102,7 @@ def test_first_process_is_rank_0_of_the_launcher_that_lightning_sees(
 
 
 SUBPROCESS = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", NODE_RANK="0", LOCAL_RANK="1", WORLD_SIZE="2")
+LEFT = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", NODE_RANK="0", LOCAL_RANK="0")  # by Lightning in a first rank
 POD = dict(MASTER_ADDR="10.0.0.1", MASTER_PORT="1", WORLD_SIZE="2", RANK="1")  # of a PyTorchJob
 
 
@@ -1114,6 +1115,7 @@ POD = dict(MASTER_ADDR="10.0.0.1", MASTER_PORT="1", WORLD_SIZE="2", RANK="1")  #
         ({"LOCAL_RANK": "0"}, (1, 2, 0), "LOCAL_RANK=0 is invalid here: .* unset these variables: Lightning then"),
         (SUBPROCESS, (1, 2, 1), ""),
         (SUBPROCESS, (1, 1, 0), "WORLD_SIZE=2 NODE_RANK=0 LOCAL_RANK=1 is invalid here: no launcher has started this"),
+        (LEFT, (1, 2, 0), "NODE_RANK=0 LOCAL_RANK=0 is .* an earlier command of .* 0. Start each command in a new pro"),
         (POD, (1, 1, 0), "WORLD_SIZE=2 RANK=1 is invalid here: .* the trainer takes 1, .* unset these variables"),
         ({"RANK": "1"}, (1, 1, 0), "RANK=1 is invalid here: no launcher has started this .*, this one for rank 0. St"),
         ({"WORLD_SIZE": "two"}, (1, 1, 0), "WORLD_SIZE=two is invalid: a launcher sets it to a whole number"),
