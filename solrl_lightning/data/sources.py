@@ -191,8 +191,9 @@ def _file_of(folder: Path) -> str:
         code = shell_quoted(f"import datasets; [{write} {each}for split, rows in {read}.items()]")
         file = f"{source}.{'' if saved else '<configuration>.'}<split>.parquet"
         return f"Run python -c {code} and name {file}, of the files that it writes."
-    named = [f", such as {file}" for file in files if file.suffix.lower() in (".txt", _JSON, *_TABLES, *_JSON_LINES)]
-    return f"Name a file of prompts{''.join(named[:1])}."
+    named = [str(file) for file in files if file.suffix.lower() in (".txt", _JSON, *_TABLES, *_JSON_LINES)]
+    such = f", such as {named[0]}" if named else ""
+    return f"Name a file of prompts{such}{f', one of {len(named)} there' if len(named) > 1 else ''}."
 
 
 def dataset_of(source: str) -> str | None:

@@ -70,7 +70,7 @@ def test_error_about_a_missing_file_names_the_folder_and_the_nearest_source(
         read_prompts(tmp_path)
     for file in (tmp_path / "train.txt", tmp_path / "test.txt"):
         file.write_text("a cat\n")
-    with pytest.raises(UserError, match=rf"{of_splits} Name a file of prompts, such as {file}\.$"):
+    with pytest.raises(UserError, match=rf"{of_splits} Name a file of prompts, such as {file}, one of 2 there\.$"):
         read_prompts(tmp_path)
 
 
