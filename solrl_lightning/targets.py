@@ -91,7 +91,7 @@ def _import_module_of(name: str) -> None:
             raise
 
 
-def _in_a_module(error: Exception) -> str:
+def _in_a_module(error: BaseException) -> str:
     """Return the place of the last module, outside of the import system, that raised it; empty if none ran."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
