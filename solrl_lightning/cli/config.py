@@ -317,7 +317,9 @@ class ConfigTree:
             if rule := self._broken_rule(override):
                 raise UserError(f"{override.input_line} is invalid: {rule}.")
         swept = [override for override in overrides if override.is_sweep_override()]
-        cfg = self.compose([str(override.input_line) for override in overrides if not override.is_sweep_override()])
+        # Of a swept option the first choice, which has the keys that others set; values of keys are not needed yet.
+        chosen = [override for override in overrides if override not in swept or self.options(override.key_or_group)]
+        cfg = self.compose([line for override in chosen for line in _swept(override, every=False)])
         self.sweeps = multirun or cfg.hydra.mode == RunMode.MULTIRUN
         if not self.sweeps:
             if swept:

@@ -196,6 +196,26 @@ def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(
     assert {tuple(OmegaConf.select(cfg, key) for key in keys) for cfg in jobs} == {settings}
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["objective=flow_grpo,dance_grpo", "objective.clip_range=0.1"],
+        ["reward=shapes_strict,[shapes_strict,shapes]", "reward.shapes_strict.weight=2"],
+        ["family=prefix,race", "family.explore.steps=4", "seed=1,2"],
+    ],
+)
+def test_jobs_of_a_sweep_may_set_keys_that_all_choices_have(arguments: list[str]) -> None:
+    with ConfigTree() as tree:
+        jobs = tree.jobs(arguments, multirun=True)
+        key, _, value = arguments[1].partition("=")
+        assert len(jobs) == 2 ** sum("," in argument for argument in arguments)
+        assert all(OmegaConf.select(job, key) == float(value) for job in jobs)
+        with pytest.raises(UserError, match="gives several values. Add -m for a run of each"):
+            tree.jobs(arguments, multirun=False)
+        with pytest.raises(UserError, match="There is no key objective.clip_range with objective=nft"):
+            tree.jobs(["objective=flow_grpo,nft", "objective.clip_range=0.1"], multirun=True)
+
+
 # Names
 
 
