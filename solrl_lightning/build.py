@@ -143,14 +143,15 @@ def with_option(cfg: Run, group: str, option: str, configured: bool = False, **v
     return cfg.with_group(group, OmegaConf.to_container(tree[group]))
 
 
-def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
-    """Read the trained weights and their evaluation average from a checkpoint of a training run."""
+def load_trained(module: SolRLModule, ckpt: str | Path) -> dict[str, Any]:
+    """Read the trained weights and their evaluation average from a checkpoint of a training run, and return it."""
     checkpoint = read_checkpoint(ckpt, module.model.device)
     module.on_load_checkpoint(checkpoint)
     if changed := module.changed_files(checkpoint):
         log.warning("%s: this is not what %s was trained with", ", ".join(changed), ckpt)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
     module.ema_state = average_in(checkpoint, module.policy_state(TRAINED))
+    return checkpoint
 
 
 def load_weights(module: SolRLModule, cfg: Run) -> None:

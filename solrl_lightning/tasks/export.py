@@ -15,7 +15,7 @@ from diffusers import ModelMixin
 from huggingface_hub import ModelCard, ModelCardData
 
 from solrl_lightning import __version__
-from solrl_lightning.artifacts.files import iterations_done, read_checkpoint, write_atomically
+from solrl_lightning.artifacts.files import iterations_done, write_atomically
 from solrl_lightning.artifacts.finished_runs import read_summary
 from solrl_lightning.artifacts.formatting import change, counted, measured
 from solrl_lightning.artifacts.hub import create_repository, is_path, upload
@@ -46,8 +46,7 @@ def export(cfg: Run) -> None:
     whole = without_training(cfg)
     whole.base_weights = "bfloat16"  # stored ones are no tensors that diffusers saves
     module = build_model(whole, torch.device("cpu"))
-    ckpt = Path(str(cfg.ckpt))
-    load_trained(module, ckpt)
+    state = load_trained(module, str(cfg.ckpt))  # which a run that trains may replace
     exports = module.transformers.trained.exports
     for part, weights in exports.items():
         module.save_policy(folder / part, weights)
@@ -56,7 +55,7 @@ def export(cfg: Run) -> None:
         assert isinstance(transformer, ModelMixin)
         module.model.save_transformer(folder / _MERGED, transformer)
     name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
-    without = write_card(cfg, ckpt, module, name, dtype)
+    without = write_card(cfg, state, module, name, dtype)
     if _LORA in exports and not altered_by(cfg):
         other = "" if module.ema_state is None else "  # or lora_trained, without averaging"
         print(f"pipe.load_lora_weights({str(folder / _LORA)!r}){other}")
@@ -82,13 +81,13 @@ def weighted_names(weights: Mapping[str, float], combine: str) -> str:
     return total if combine == "sum" else f"{combine} of {total}"
 
 
-def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtype: str) -> str:
-    """Write README.md and its picture, from the summary and the last sample grid of the checkpoint's run.
+def write_card(cfg: Run, state: dict[str, Any], module: SolRLModule, transformer: str, dtype: str) -> str:
+    """Write README.md and its picture, from the checkpoint's ``state`` and its run's summary and sample grid.
 
     Return why it is without results, if it is.
     """
-    folder, run = Path(cfg.run_dir), run_of(ckpt)
-    state, summary = read_checkpoint(ckpt), read_summary(run)
+    folder, run = Path(cfg.run_dir), run_of(Path(str(cfg.ckpt)))
+    summary = read_summary(run)
     done = iterations_done(state)
     with_lora = _LORA in module.transformers.trained.exports
     weights = {name: member["weight"] for name, member in cfg.reward.entries.items()}

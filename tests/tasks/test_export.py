@@ -74,6 +74,22 @@ def exact(tmp_path_factory: pytest.TempPathFactory, pipeline: str) -> Exported:
         return exported(tmp_path_factory.mktemp("export"), pipeline, "float32", *rewards)
 
 
+def test_card_is_of_the_weights_though_the_run_trains_on(
+    tmp_path: Path, pipeline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, later = SolRLModule.save_policy, tmp_path / "last.ckpt"
+
+    def trained_on(self: SolRLModule, *args: Any) -> None:
+        state = torch.load(later, weights_only=True)
+        torch.save(state | {"global_step": 77}, later)
+        save(self, *args)
+
+    monkeypatch.setattr(SolRLModule, "save_policy", trained_on)
+    exported(tmp_path, pipeline, "bfloat16")
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "| iterations | 0 |" in card and "77 iterations" not in card
+
+
 def images_of(pipeline: FluxPipeline, module: SolRLModule) -> Tensor:
     """Images [2, 3, H, W] in [0, 1] of our seeds, sampled by diffusers alone."""
     pipeline.set_progress_bar_config(disable=True)
