@@ -226,7 +226,7 @@ def check_finite_merits(merits: Tensor, count: int, prompts: list[Prompt]) -> No
         raise NonFiniteError(
             f"{int(finite[row])} of {merits.shape[1]} candidates have a finite reward for the prompt "
             f"{prompts[row].identity!r}, fewer than the {count} that are needed. A new run can leave the "
-            f"prompt out of data.train. {_FIX}",
+            f"prompt out of data.train, and an audit out of data.eval. {_FIX}",
             row,
         )
 

@@ -84,11 +84,11 @@ def audit(cfg: Run) -> dict[str, Any]:
     for index, explorer in enumerate(options.proxies):
         other = None if explorer.precision == default_precision else explorer.precision
         grouped.setdefault(other, {})[f"task.proxies.{index}"] = explorer
+    without = seconds_without_selection(cfg, device)  # first: its prompts are others, which the reward must score, too
     for other, group in grouped.items():
         changed = cfg if other is None else with_option(cfg, "precision", other)
         scored += score_pool(changed, group, with_truth=not scored)
     truth, *explorers = scored
-    without = seconds_without_selection(cfg, device)
     result = describe_all(truth, explorers, *without, cfg)
     searches = options.search and cfg.model.full_steps > 2 and not math.isnan(result["truth"]["spread_ratio"])
     result["search"] = search_stops(cfg, truth.merits) if searches else []

@@ -17,6 +17,7 @@ from sigmas import uniform_sigmas
 from torch import Tensor
 
 from solrl_lightning.build import build_objective, with_option
+from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.metrics.selection_gain import GAIN_ERROR, GAIN_EXPONENT, gap_of_prompts
 from solrl_lightning.options.family import Exploration
 from solrl_lightning.options.run import Run
@@ -76,6 +77,18 @@ def test_race_is_ranked_by_the_latest_rungs_and_timed_a_candidate(
     out = capfd.readouterr().out
     assert re.search(r"bf16 1/2 of 3 steps .* ± \d+ % +14[+]8 +1[.]5 .* +2[.]25 +0[.]\d\d \[0.*\]\n", out)
     assert re.search(r"\n  4 random +- +- +8 +0[.]25( +1[.]00){4}\n", out)
+
+
+def test_prompts_of_training_are_scored_before_the_pools(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt without a score ends the audit before an hour of scoring, not after it."""
+
+    def no_score(cfg: Run, device: torch.device) -> None:
+        raise NonFiniteError("no score", 0)
+
+    monkeypatch.setattr(audit_module, "seconds_without_selection", no_score)
+    monkeypatch.setattr(audit_module, "score_pool", lambda *args, **kw: pytest.fail("a pool was scored"))
+    with pytest.raises(NonFiniteError):
+        audit(compose(*SMALL, "task.proxies=[{sampler:merged,steps:2}]"))
 
 
 class Equal(Reward):
