@@ -262,18 +262,25 @@ def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) 
 def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed:
     """Start a run in a folder that has no checkpoint, also in what the same command left when it was killed.
 
-    It is the same if only keys differ that may change in a resume.
+    It is the same if only keys differ that may change in a resume, and it began with the base model.
     """
     _check_not_trained(folder)
     lines = [str(o.input_line) for o in overrides if o.key_or_group != "ckpt"]
     may_change = _resumable_keys(tree.compose(lines))
+    recorded = _recorded_overrides(tree, folder)
     before, now = (
         [str(o.input_line) for o in command if not _may_change(_dotted(o), may_change)]
-        for command in (_recorded_overrides(tree, folder), overrides)
+        for command in (recorded, overrides)
     )
-    same = (folder / RECORDED_OVERRIDES).is_file() and before == now
+    same = (folder / RECORDED_OVERRIDES).is_file() and before == now and not _is_branch(folder, recorded)
     message = f"ckpt=auto: {folder} has no checkpoint, so the run begins"
     return Resumed(lines, folder=folder.resolve() if same else None, training=True, message=message)
+
+
+def _is_branch(folder: Path, recorded: Iterable[Override]) -> bool:
+    """Return whether the run in ``folder``, with these overrides, began with the checkpoint of another one."""
+    starts = [run_of(Path(str(override.value()))) for override in recorded if override.key_or_group == "ckpt"]
+    return any(os.path.realpath(start) != os.path.realpath(folder) for start in starts)
 
 
 def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
@@ -285,9 +292,10 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
             hint = f", such as {max(below, key=lambda run: run.stat().st_mtime)}" if below else ""
             rule = f"{folder} is no run's folder, as it has no {RECORD}" if folder.is_dir() else f"there is no {folder}"
             raise UserError(f"ckpt=last is invalid here: {rule}. Name the folder of a run with hydra.run.dir{hint}.")
-        overrides = [override for override in _recorded_overrides(tree, folder) if override.key_or_group != "ckpt"]
+        overrides = _recorded_overrides(tree, folder)
         lines = [*finding(tree.own_sources or _recorded_sources(folder)), *(str(o.input_line) for o in overrides)]
-        again = " ".join([*map(shell_quoted, lines), "ckpt=auto", path_option("hydra.run.dir", folder)])
+        in_place = ["ckpt=auto", path_option("hydra.run.dir", folder)]  # which begins with the base model
+        again = " ".join([*map(shell_quoted, lines), *([] if _is_branch(folder, overrides) else in_place)])
         raise UserError(
             f"ckpt=last continues the run in {folder}, which has no {LAST}: it was stopped before its first "
             f"checkpoint. Begin it again with {again}."

@@ -659,6 +659,18 @@ def test_auto_begins_a_run_or_continues_it(command: Command, tmp_path: Path) -> 
     assert again.status == 0 and config(folder)["ckpt"] is None, again.err
 
 
+def test_a_branch_without_a_checkpoint_begins_again_with_its_parent_s(
+    command: Command, tmp_path: Path, earlier: Path
+) -> None:
+    parent = earlier / "checkpoints" / "last.ckpt"
+    (tmp_path / "branch" / ".hydra").mkdir(parents=True)
+    (tmp_path / "branch" / ".hydra" / "hydra.yaml").write_text("hydra: {}")
+    (tmp_path / "branch" / ".hydra" / "overrides.yaml").write_text(json.dumps(["seed=3", f"ckpt='{parent}'"]))
+    message = error_of(command, "ckpt=last", "hydra.run.dir=branch")
+    assert message.endswith(f"Begin it again with seed=3 \"ckpt='{parent}'\".\n")
+    assert "already holds a run" in error_of(command, RECORD, "seed=3", "ckpt=auto", "hydra.run.dir=branch")
+
+
 def test_auto_begins_again_what_had_no_overrides(command: Command, tmp_path: Path) -> None:
     (tmp_path / "run" / ".hydra").mkdir(parents=True)
     (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text("[]")
