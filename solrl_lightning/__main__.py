@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         end_with_first()
         silence_libraries()
         sys.argv[1:], claims = prepare(sys.argv[1:] if arguments is None else arguments)
-        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise errors instead of printing them
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
         with ExitStack() as claimed_folders:
             for folder, new in claims.items():
                 claimed_folders.enter_context(claimed(folder, new))
