@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from diffusers import ModelMixin
 from huggingface_hub import ModelCard, ModelCardData
+from omegaconf import DictConfig
 
 from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import iterations_done, write_atomically
-from solrl_lightning.artifacts.finished_runs import read_summary
+from solrl_lightning.artifacts.finished_runs import RECORDED_CONFIG, read_summary
 from solrl_lightning.artifacts.formatting import change, counted, measured
 from solrl_lightning.artifacts.hub import create_repository, is_path, upload
 from solrl_lightning.artifacts.run_folder import run_of
 from solrl_lightning.build import build_model, load_trained
+from solrl_lightning.cli.resume import read_record
 from solrl_lightning.names import MERGED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Export
@@ -81,6 +83,15 @@ def weighted_names(weights: Mapping[str, float], combine: str) -> str:
     return total if combine == "sum" else f"{combine} of {total}"
 
 
+def reward_of(run: Path) -> str:
+    """Return `weighted_names` of what the run trained on, by its record; empty without one."""
+    if not (run / RECORDED_CONFIG).is_file():
+        return ""
+    reward = read_record(run / RECORDED_CONFIG, DictConfig, "reward").reward
+    weights = {name: member.weight for name, member in reward.items() if isinstance(member, DictConfig)}
+    return weighted_names(weights, reward.get("combine", "sum"))
+
+
 def write_card(cfg: Run, state: dict[str, Any], module: SolRLModule, transformer: str, dtype: str) -> str:
     """Write README.md and its picture, from the checkpoint's ``state`` and its run's summary and sample grid.
 
@@ -90,8 +101,9 @@ def write_card(cfg: Run, state: dict[str, Any], module: SolRLModule, transformer
     summary = read_summary(run)
     done = iterations_done(state)
     with_lora = _LORA in module.transformers.trained.exports
-    weights = {name: member["weight"] for name, member in cfg.reward.entries.items()}
-    trained = weighted_names(weights, cfg.reward.combine)
+    trained = reward_of(run) or weighted_names(
+        {name: member["weight"] for name, member in cfg.reward.entries.items()}, cfg.reward.combine
+    )
     facts = summary if "config" in summary else {}
     settings = facts["config"] | {"iterations": done, "reward": trained} if facts else {"iterations": done}
     settings = {key: value for key, value in settings.items() if key != "lora_rank"}

@@ -22,7 +22,7 @@ from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.cli.hub import check_push
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
-from solrl_lightning.tasks.export import export, model_card, weighted_names
+from solrl_lightning.tasks.export import export, model_card, reward_of, weighted_names
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule
 
@@ -270,6 +270,14 @@ def test_rewards_of_a_card_have_their_weights_and_what_combines_them() -> None:
     weights = {"a": 1.0, "b": -0.5, "watched": 0.0, "c": 2.0}
     assert weighted_names(weights, "sum") == "a - 0.5 b + 2 c"
     assert weighted_names({"a": -1.0}, "gdpo") == "gdpo of -1 a"
+
+
+def test_reward_of_a_run_is_the_recorded_one(tmp_path: Path) -> None:
+    assert reward_of(tmp_path) == ""
+    (tmp_path / ".hydra").mkdir()
+    record = "reward: {pretrained: null, combine: gdpo, a: {_target_: x, weight: 1.0}, b: {_target_: x, weight: -0.5}}"
+    (tmp_path / ".hydra" / "config.yaml").write_text(record)
+    assert reward_of(tmp_path) == "gdpo of a - 0.5 b"
 
 
 def test_card_of_an_open_and_of_an_unknown_base() -> None:
