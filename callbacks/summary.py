@@ -180,6 +180,7 @@ class RunSummary(Callback):
             "other_rewards": others,
             "iterations": loop_of(trainer).iterations_done,
             "time_is_up": loop_of(trainer).is_time_up,
+            "ckpt": trainer.ckpt_path and str(trainer.ckpt_path),
             "last_checkpoint_iterations": iterations_done(read_checkpoint(last)) if last.exists() else None,
             "seconds_total": self._seconds(),
             "seconds_since_process_start": time.perf_counter() - solrl_lightning.BEGAN,
@@ -263,6 +264,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     saved_at, evaluated_at = facts["last_checkpoint_iterations"], facts["final_reward_iteration"]
     if saved_at is None and facts["iterations"] and facts["status"] in ("interrupted", "failed"):
         again = f"the same overrides with ckpt=auto {path_option('hydra.run.dir', facts['paths']['run'])} begin again"
+        if facts.get("ckpt"):  # of another run, with which ckpt=auto would not begin
+            again = "the same command with another hydra.run.dir begins again"
         rows.append(("last checkpoint", f"none was written yet; {again}"))
     elif saved_at is not None and saved_at < facts["iterations"]:
         rows.append(("last checkpoint", f"after {counted(saved_at, 'iteration')}; a resume repeats the later ones"))

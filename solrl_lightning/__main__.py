@@ -178,7 +178,8 @@ def run(cfg: DictConfig) -> Any:
             raise
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
         trains = HydraConfig.get().runtime.choices.get("task") == "train"
-        reported = report_error(error, folder, resumable=trains and not sweeps)
+        begins_with_base = cfg.get("ckpt") is None  # as ckpt=auto does
+        reported = report_error(error, folder, resumable=trains and begins_with_base and not sweeps)
         if isinstance(reported, UserError) and is_first():
             remove_unused(folder)
         raise reported from None

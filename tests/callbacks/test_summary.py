@@ -110,6 +110,10 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     assert "mean of 3 probes, each of 2 other prompts (" in of_ranks
     some = format_summary(summary | {"rank_fidelity": summary["rank_fidelity"] | {"ranked": 2}})
     assert "1.0000, mean of 2 of 3 probes (the others have no order), each of another prompt (" in some
+    stopped = {"status": "failed", "error": "e", "last_checkpoint_iterations": None}
+    assert "none was written yet; the same overrides with ckpt=auto" in format_summary(summary | stopped)
+    branch = format_summary(summary | stopped | {"ckpt": "other/checkpoints/last.ckpt"})
+    assert summary["ckpt"] is None and "yet; the same command with another hydra.run.dir begins again\n" in branch
     once = format_summary(summary | {"rank_fidelity": summary["rank_fidelity"] | {"probes": 1}})
     assert re.search(r"proxy spearman +1[.]0000, of 1 probe\n", once)
     moved = format_summary(summary | {"paths": {"run": "runs/a"}})  # as by mv, while it trained

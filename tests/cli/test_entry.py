@@ -42,7 +42,7 @@ from solrl_lightning.cli import launch
 from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.cli.launch import check_alone, check_launched, check_world, is_first
 from solrl_lightning.cli.resume import recorded_contents, resume
-from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.errors import NonFiniteError, ServerError, UserError
 from solrl_lightning.machine import interrupts
 from solrl_lightning.options.run import Run
 from solrl_lightning.tasks.audit import command_without_selection
@@ -141,6 +141,10 @@ def task(function: Callable[[Run], None]) -> str:
 
 
 RECORD = task(record)
+
+
+def server_is_down(cfg: Run) -> None:
+    raise ServerError("The reward server does not answer.")
 
 
 def recorded(folder: Path) -> dict[str, Any]:
@@ -669,6 +673,10 @@ def test_a_branch_without_a_checkpoint_begins_again_with_its_parent_s(
     message = error_of(command, "ckpt=last", "hydra.run.dir=branch")
     assert message.endswith(f"Begin it again with seed=3 \"ckpt='{parent}'\".\n")
     assert "already holds a run" in error_of(command, RECORD, "seed=3", "ckpt=auto", "hydra.run.dir=branch")
+    failed = command(task(server_is_down), f"ckpt={parent}", "hydra.run.dir=down")
+    assert f"server, then remove {tmp_path}/down and give the same command again." in failed.err
+    failed = command(task(server_is_down), "hydra.run.dir=up")
+    assert f"server, then give the same command again with ckpt=auto hydra.run.dir={tmp_path}/up." in failed.err
 
 
 def test_auto_begins_again_what_had_no_overrides(command: Command, tmp_path: Path) -> None:
