@@ -204,19 +204,23 @@ def no_drift(history: History, limit: int | None) -> Alarm | None:
 # Rewards without information
 
 
+def near_constant(kept: Moments) -> bool:
+    """Return whether the standard deviation is at most 1e-4 of the root mean square, for any scale of the reward."""
+    return kept.std <= _NEAR_CONSTANT * (kept.mean**2 + kept.std**2) ** 0.5
+
+
 def reward_fault(
-    kept: Moments, lowest: float, highest: float, at_lowest: float, at_highest: float
+    kept: Moments, lowest: float, highest: float, at_lowest: float, at_highest: float, informative: bool = False
 ) -> tuple[str, str] | None:
     """Return what is wrong with an iteration's rewards and what helps, or None.
 
-    Near-constant: the standard deviation is at most 1e-4 of the rewards' root mean square, for any scale of the reward.
+    ``informative``: what the samples are compared by is not near-constant, though their rewards may be.
     Saturated: at least 95 % of the samples have exactly the highest or the lowest reward of the iteration;
     ``at_lowest`` and ``at_highest`` are these shares.
     """
     if kept.samples < 2:
         return None
-    root_mean_square = (kept.mean**2 + kept.std**2) ** 0.5
-    if kept.std <= _NEAR_CONSTANT * root_mean_square:
+    if near_constant(kept) and not informative:
         return (
             f"all {kept.samples} rewards are nearly equal (mean {kept.mean:.6g}, std {kept.std:.2g})",
             "a check of reward.pretrained, because the reward model may not have loaded; a look at samples/, because "

@@ -1,5 +1,6 @@
 """Lightning's EarlyStopping in runs that resume."""
 
+import logging
 import math
 from collections.abc import Collection
 from pathlib import Path
@@ -11,6 +12,8 @@ from lightning.pytorch import LightningModule, Trainer, callbacks
 from solrl_lightning.artifacts.run_folder import LAST
 from solrl_lightning.callbacks.common import module_of
 from solrl_lightning.errors import UserError, did_you_mean, nearest
+
+log = logging.getLogger(__name__)
 
 
 class EarlyStopping(callbacks.EarlyStopping):
@@ -26,6 +29,11 @@ class EarlyStopping(callbacks.EarlyStopping):
             self._check_monitor(
                 trainer, [f"eval/{name}" for name in (*evaluation.names, *evaluation.rewards.part_names)]
             )
+            reward = self.monitor.removeprefix("eval/")
+            if trainer.state.fn == "validate" and evaluation.rewards.sign(reward) < 0 and self.mode == "max":
+                log.warning(
+                    "less of %s is better, by its weight: callbacks.early_stopping.mode=min stops by that", reward
+                )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._check_monitor(trainer, sorted(trainer.callback_metrics))

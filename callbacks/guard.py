@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from solrl_lightning.artifacts.formatting import counted
-from solrl_lightning.callbacks.alarms import METRICS, Alarm, History, Limits, find_alarms, reward_fault
+from solrl_lightning.callbacks.alarms import METRICS, Alarm, History, Limits, find_alarms, near_constant, reward_fault
 from solrl_lightning.callbacks.common import file_logger, loop_of, module_of, moments, reduced
 from solrl_lightning.options.rules import Count
+from solrl_lightning.training.module import SolRLModule
 
 
 class Guard(Callback):
@@ -63,7 +64,7 @@ class Guard(Callback):
             if name != module.rewards.name and (weight == 0 or (weight > 0 and several))
         }
         alarms = find_alarms(self.history, module.evaluation.columns, module.rewards.name, watched, self.limits)
-        alarms += self._constant_rewards(trainer)
+        alarms += self._constant_rewards(trainer, module)
         new = [alarm for alarm in alarms if alarm.name not in self._active]
         self._active = [alarm.name for alarm in alarms]
         self.alarms += new
@@ -75,13 +76,18 @@ class Guard(Callback):
             self.stopped_by = new[0]
             trainer.should_stop = True
 
-    def _constant_rewards(self, trainer: Trainer) -> list[Alarm]:
-        flat = loop_of(trainer).rollouts.rewards.detach().flatten()
+    def _constant_rewards(self, trainer: Trainer, module: SolRLModule) -> list[Alarm]:
+        rollouts = loop_of(trainer).rollouts
+        flat, scores = rollouts.rewards.detach().flatten(), rollouts.scores.detach()
+        # GDPO compares samples by each reward in its own unit, whatever one of them adds to the sum.
+        merits = moments(trainer, module.rewards.for_training.merits(scores).flatten())
+        each = [moments(trainer, column) for column in scores.flatten(0, 1).T]
+        informative = not near_constant(merits) and not all(map(near_constant, each))
         infinity = flat.new_full((1,), float("inf"))  # a rank without prompts has no rewards for min and max
         lowest = reduced(trainer, torch.cat([flat, infinity]).min(), "min")
         highest = reduced(trainer, torch.cat([flat, -infinity]).max(), "max")
         at_lowest, at_highest = (moments(trainer, flat == extreme.to(flat)).mean for extreme in (lowest, highest))
-        fault = reward_fault(moments(trainer, flat), float(lowest), float(highest), at_lowest, at_highest)
+        fault = reward_fault(moments(trainer, flat), float(lowest), float(highest), at_lowest, at_highest, informative)
         self._faulty = self._faulty + 1 if fault else 0
         if fault is None or self._faulty < self.patience:
             return []

@@ -7,6 +7,9 @@ from lightning.pytorch import callbacks
 
 from solrl_lightning.callbacks.early_stopping import EarlyStopping
 from solrl_lightning.errors import UserError
+from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rewards.shapes import ShapesReward
+from solrl_lightning.rewards.weighted import WeightedRewards
 
 
 def test_resumed_run_has_the_patience_of_its_options():
@@ -36,6 +39,26 @@ def test_metric_that_no_reward_has_is_an_error_before_the_evaluation(fit, stand_
     with pytest.raises(UserError, match=message):
         fit(stop_on("eval/shape"), module=module, iterations=1)
     assert not module.evaluation.history
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [("max", 1), ("min", 0)])
+def test_more_of_a_reward_of_negative_weight_is_no_improvement_without_a_word(fit, stand_in, caplog, mode, warnings):
+    module = stand_in.Falling()
+    rewards = {"shapes": ShapesReward(), "bright": Plain()}
+    module.rewards = module.evaluation.rewards = WeightedRewards(rewards, {"shapes": 1.0, "bright": -1.0})
+    stopping = EarlyStopping("eval/bright", mode=mode, patience=9, check_on_train_epoch_end=True)
+    fit(stopping, LogBright(), module=module, iterations=2)
+    assert caplog.text.count("less of bright is better, by its weight: callbacks.early_stopping.mode=min") == warnings
+
+
+class Plain(Reward):
+    def score(self, images, prompts):
+        return torch.zeros(len(prompts))
+
+
+class LogBright(callbacks.Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.log("eval/bright", 0.5)
 
 
 @pytest.mark.parametrize(("mode", "best"), [("max", -math.inf), ("min", math.inf)])

@@ -14,8 +14,9 @@ from solrl_lightning.callbacks.export import ExportLoRA
 from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
 from solrl_lightning.callbacks.summary import RunSummary
+from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.shapes import ShapesReward
-from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rewards.weighted import WeightedRewards, gdpo, weighted_sum
 
 OFF = Limits(fall=None, diversity=None, kl=None, drift=None)
 
@@ -40,6 +41,32 @@ def test_nearly_constant_rewards_are_reported_once_with_the_likely_cause(guarded
     assert (alarm.iteration, alarm.since) == (3, 0)
     line = r"^alarm rewards_constant after iteration 3: .*, since iteration 0\.\n  What usually helps: .* may not have"
     assert re.search(line, capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("combine", "spread", "alarms"),
+    [(gdpo, 1.0, 0), (gdpo, 1e-6, 1), (weighted_sum, 1.0, 1)],
+    ids=["gdpo", "noise", "sum"],
+)
+def test_with_gdpo_rewards_are_constant_if_each_one_is(fit, stand_in, combine, spread, alarms):
+    """A reward that adds 20,000 to all samples hides the others in the sum, and adds 0 to the merits of GDPO."""
+
+    class RollOut(stand_in.RollOut):
+        def on_train_epoch_start(self, trainer, pl_module):
+            super().on_train_epoch_start(trainer, pl_module)
+            rollouts = trainer.fit_loop.rollouts
+            scores = torch.stack([1 + spread * rollouts.rewards, torch.full_like(rollouts.rewards, 2e4)], dim=-1)
+            trainer.fit_loop.rollouts = rollouts._replace(scores=scores, rewards=scores.sum(-1))
+
+    module, guard = stand_in.StandIn(), Guard(False, 2, OFF)
+    module.rewards = WeightedRewards(dict(a=ShapesReward(), b=Plain()), dict(a=1.0, b=1.0), combine)
+    fit(RolloutStats(), guard, module=module, roll_out=RollOut(), iterations=3)
+    assert len(guard.alarms) == alarms
+
+
+class Plain(Reward):
+    def score(self, images, prompts):
+        return torch.zeros(len(prompts))
 
 
 @pytest.mark.parametrize(("extreme", "cause"), [(1.0, "too easy"), (0.0, "black or broken")])
