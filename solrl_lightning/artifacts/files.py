@@ -116,7 +116,7 @@ def load_tensors(key: str, name: str, *files: str, kind: str, hint: str) -> dict
     file = Path(name).expanduser()
     if not file.is_file():
         file = fetch(name, *files, key=key, kind=kind, hint=hint)
-    again = "Download it again, or save its tensors alone, by safetensors.torch.save_file."
+    again = "Download or save it again, whole, or save its tensors alone by safetensors.torch.save_file."
     with reading(f"the file {file} of {key}={name} is invalid: it cannot be read as weights", fix=again):
         if file.suffix == ".safetensors":
             content: Any = load_file(file)
