@@ -292,10 +292,12 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
             hint = f", such as {max(below, key=lambda run: run.stat().st_mtime)}" if below else ""
             rule = f"{folder} is no run's folder, as it has no {RECORD}" if folder.is_dir() else f"there is no {folder}"
             raise UserError(f"ckpt=last is invalid here: {rule}. Name the folder of a run with hydra.run.dir{hint}.")
-        overrides = _recorded_overrides(tree, folder)
+        recorded = _recorded_overrides(tree, folder)
+        is_branch = _is_branch(folder, recorded)
+        overrides = [override for override in recorded if is_branch or override.key_or_group != "ckpt"]
         lines = [*finding(tree.own_sources or _recorded_sources(folder)), *(str(o.input_line) for o in overrides)]
         in_place = ["ckpt=auto", path_option("hydra.run.dir", folder)]  # which begins with the base model
-        again = " ".join([*map(shell_quoted, lines), *([] if _is_branch(folder, overrides) else in_place)])
+        again = " ".join([*map(shell_quoted, lines), *([] if is_branch else in_place)])
         raise UserError(
             f"ckpt=last continues the run in {folder}, which has no {LAST}: it was stopped before its first "
             f"checkpoint. Begin it again with {again}."
