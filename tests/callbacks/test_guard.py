@@ -44,18 +44,18 @@ def test_nearly_constant_rewards_are_reported_once_with_the_likely_cause(guarded
 
 
 @pytest.mark.parametrize(
-    ("combine", "spread", "alarms"),
-    [(gdpo, 1.0, 0), (gdpo, 1e-6, 1), (weighted_sum, 1.0, 1)],
+    ("combine", "spread", "constant", "alarms"),
+    [(gdpo, 1.0, 2e4, 0), (gdpo, 5e-5, 1.0, 1), (weighted_sum, 1.0, 2e4, 1)],
     ids=["gdpo", "noise", "sum"],
 )
-def test_with_gdpo_rewards_are_constant_if_each_one_is(fit, stand_in, combine, spread, alarms):
+def test_with_gdpo_rewards_are_constant_if_each_one_is(fit, stand_in, combine, spread, constant, alarms):
     """A reward that adds 20,000 to all samples hides the others in the sum, and adds 0 to the merits of GDPO."""
 
     class RollOut(stand_in.RollOut):
         def on_train_epoch_start(self, trainer, pl_module):
             super().on_train_epoch_start(trainer, pl_module)
             rollouts = trainer.fit_loop.rollouts
-            scores = torch.stack([1 + spread * rollouts.rewards, torch.full_like(rollouts.rewards, 2e4)], dim=-1)
+            scores = torch.stack([1 + spread * rollouts.rewards, torch.full_like(rollouts.rewards, constant)], dim=-1)
             trainer.fit_loop.rollouts = rollouts._replace(scores=scores, rewards=scores.sum(-1))
 
     module, guard = stand_in.StandIn(), Guard(False, 2, OFF)
