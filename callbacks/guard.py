@@ -79,15 +79,16 @@ class Guard(Callback):
     def _constant_rewards(self, trainer: Trainer, module: SolRLModule) -> list[Alarm]:
         rollouts = loop_of(trainer).rollouts
         flat, scores = rollouts.rewards.detach().flatten(), rollouts.scores.detach()
-        # GDPO compares samples by each reward in its own unit, whatever one of them adds to the sum.
-        merits = moments(trainer, module.rewards.for_training.merits(scores).flatten())
-        each = [moments(trainer, column) for column in scores.flatten(0, 1).T]
-        informative = not near_constant(merits) and not all(map(near_constant, each))
+        total, informative = moments(trainer, flat), False
+        if near_constant(total):  # GDPO compares by each reward in its own unit, whatever one of them adds to the sum
+            merits = moments(trainer, module.rewards.for_training.merits(scores).flatten())
+            each = [moments(trainer, column) for column in scores.flatten(0, 1).T]
+            informative = not near_constant(merits) and not all(map(near_constant, each))
         infinity = flat.new_full((1,), float("inf"))  # a rank without prompts has no rewards for min and max
         lowest = reduced(trainer, torch.cat([flat, infinity]).min(), "min")
         highest = reduced(trainer, torch.cat([flat, -infinity]).max(), "max")
         at_lowest, at_highest = (moments(trainer, flat == extreme.to(flat)).mean for extreme in (lowest, highest))
-        fault = reward_fault(moments(trainer, flat), float(lowest), float(highest), at_lowest, at_highest, informative)
+        fault = reward_fault(total, float(lowest), float(highest), at_lowest, at_highest, informative)
         self._faulty = self._faulty + 1 if fault else 0
         if fault is None or self._faulty < self.patience:
             return []
