@@ -279,8 +279,8 @@ def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed
 
 def _is_branch(folder: Path, recorded: Iterable[Override]) -> bool:
     """Return whether the run in ``folder``, with these overrides, began with the checkpoint of another one."""
-    starts = [run_of(Path(str(override.value()))) for override in recorded if override.key_or_group == "ckpt"]
-    return any(os.path.realpath(start) != os.path.realpath(folder) for start in starts)
+    starts = [override.value() for override in recorded if override.key_or_group == "ckpt"]
+    return any(start is not None and run_of(Path(str(start))) != folder.resolve() for start in starts)
 
 
 def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:

@@ -674,9 +674,10 @@ def test_a_branch_without_a_checkpoint_begins_again_with_its_parent_s(
     assert message.endswith(f"Begin it again with seed=3 \"ckpt='{parent}'\".\n")
     assert "already holds a run" in error_of(command, RECORD, "seed=3", "ckpt=auto", "hydra.run.dir=branch")
     resumed = tmp_path / "branch" / "checkpoints" / "last.ckpt"  # of a run that has resumed in its folder
-    (tmp_path / "branch" / ".hydra" / "overrides.yaml").write_text(json.dumps(["seed=3", f"ckpt='{resumed}'"]))
-    message = error_of(command, "ckpt=last", "hydra.run.dir=branch")
-    assert message.endswith("Begin it again with seed=3 ckpt=auto hydra.run.dir=branch.\n")
+    for start in (f"ckpt='{resumed}'", "ckpt=null"):
+        (tmp_path / "branch" / ".hydra" / "overrides.yaml").write_text(json.dumps(["seed=3", start]))
+        message = error_of(command, "ckpt=last", "hydra.run.dir=branch")
+        assert message.endswith("Begin it again with seed=3 ckpt=auto hydra.run.dir=branch.\n")
     failed = command(task(server_is_down), f"ckpt={parent}", "hydra.run.dir=down")
     assert f"server, then remove {tmp_path}/down and give the same command again." in failed.err
     failed = command(task(server_is_down), "hydra.run.dir=up")
