@@ -11,11 +11,21 @@ from solrl_lightning.options.rules import HERE, must_be
 
 LEAST = 1e-3
 """Probability of all answers together; below it the first word is another one, such as <think>."""
+_IN_WORDS = "._+-\u200c\u200d"  # and the joiners within words of Persian and Hindi
+_MINUS = re.compile(r"(?<!\w)[\u2012\u2013\u2212](?=\.?\d)")  # other signs before a number, as typography has them
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text: letters with their marks, as of Hindi and Thai, digits, and the signs of numbers."""
+    text = _MINUS.sub("-", text)
+    in_words = (one in _IN_WORDS or unicodedata.category(one)[0] in "LMN" for one in text)
+    words = "".join(one if inside else " " for one, inside in zip(text, in_words, strict=True)).split()
+    return [word.strip("_") for word in words]  # which makes a word bold in Markdown
 
 
 def normal(answer: str | int) -> str:
     """Return an answer without case, width and a final dot; a number in its shortest form, as "4" for "4.0"."""
-    word = unicodedata.normalize("NFKC", str(answer)).casefold().strip().rstrip(".")
+    word = _MINUS.sub("-", unicodedata.normalize("NFKC", str(answer)).casefold().strip().rstrip("."))
     return f"{float(word):.15g}" if re.fullmatch(r"[+-]?[0-9]+\.[0-9]+", word) else word
 
 
@@ -40,7 +50,10 @@ def _are_answers(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and all(
-            type(word) in (str, int) and word != "" and type(mark) in (int, float) and math.isfinite(mark)
+            type(word) in (str, int)
+            and [normal(one) for one in words(str(word))] == [normal(word)]
+            and type(mark) in (int, float)
+            and math.isfinite(mark)
             for word, mark in value.items()
         )
         and len({float(mark) for mark in value.values()}) > 1
@@ -51,7 +64,7 @@ def _are_answers(value: Any) -> bool:
 Answers = Annotated[
     dict[str | int, float],
     must_be(
-        "two or more texts or whole numbers that differ not only in case, with numbers that differ",
+        "two or more words or whole numbers that differ not only in case, with numbers that differ",
         _are_answers,
         f"Replace it by ~{HERE} '+{HERE}={{good:1,bad:0}}'; "
         f'in a file, yes and no need quotes: {{"yes": 1, "no": 0}}.',

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -166,15 +167,18 @@ class Reward(ABC):
 def numbers_of(name: str, method: str, returned: Any, *shapes: tuple[int, ...]) -> Tensor:
     """Return what a reward's ``method`` returned, a tensor, an array or a list, as float32 of one of the ``shapes``.
 
-    None in a list is a missing score, NaN.
+    None in a list is a missing score, NaN, and so is what an array masks.
 
     Raises:
         UserError: it is something else, complex, or not stored as plain numbers.
     """
     numbers, actual = None, type(returned).__name__
-    if isinstance(returned, list | tuple):
-        returned = [math.nan if number is None else number for number in returned]
     with suppress(TypeError, ValueError, RuntimeError):
+        if isinstance(returned, list | tuple):
+            returned = [math.nan if number is None else number for number in returned]
+        elif isinstance(returned, np.ndarray) or hasattr(returned, "iloc"):  # a column of pandas
+            array = np.ma.asanyarray(returned)  # of any strides and byte order, which torch does not take
+            returned = array.astype(float).filled(math.nan) if array.dtype.kind in "fiub" else array
         numbers = torch.as_tensor(returned)
     if numbers is not None:
         is_plain = numbers.layout == torch.strided and not numbers.is_meta

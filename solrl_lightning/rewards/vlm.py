@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import re
-import unicodedata
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from solrl_lightning.data.input_images import load_square
 from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
 from solrl_lightning.rewards.addresses import check_url
-from solrl_lightning.rewards.answers import LEAST, Answers, check_answered, normal
+from solrl_lightning.rewards.answers import LEAST, Answers, check_answered, normal, words
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.client import Client, answers, noise, to_png, tried_out
 
@@ -37,7 +36,6 @@ _THOUGHTS = re.compile(
 )
 _PATH = re.compile(r"(/chat/completions)?/*(?=[?#]|$)")  # the end of an address's path, before a query
 _WITHHELD = b'"content_filter"'  # reason of the end, or code of status 400, of Azure
-_IN_WORDS = "._+-\u200c\u200d"  # and the joiners within words of Persian and Hindi
 _LONGEST = 2048  # tokens of an answer that is read as text, most of them thoughts
 
 
@@ -201,12 +199,5 @@ def _by_probability(choice: Mapping[str, Any], answers: Mapping[str, float]) -> 
 def _by_text(choice: Mapping[str, Any], answers: Mapping[str, float]) -> float:
     """Return the value of the first answer in the text after its thoughts; NaN without one."""
     text = _THOUGHTS.sub("", choice["message"].get("content") or "")  # none: it was cut in its thoughts, or withheld
-    words = (normal(form) for word in _words(text) for form in (word, word.rstrip(".+-")))
-    return next((answers[word] for word in words if word in answers), math.nan)
-
-
-def _words(text: str) -> list[str]:
-    """Return the words of a text: letters with their marks, as of Hindi and Thai, digits, and the signs of numbers."""
-    in_words = (one in _IN_WORDS or unicodedata.category(one)[0] in "LMN" for one in text)
-    words = "".join(one if inside else " " for one, inside in zip(text, in_words, strict=True)).split()
-    return [word.strip("_") for word in words]  # which makes a word bold in Markdown
+    forms = (normal(form) for word in words(text) for form in (word, word.rstrip(".+-")))
+    return next((answers[word] for word in forms if word in answers), math.nan)

@@ -97,7 +97,8 @@ reward.shapes.weight=null        | 0 for a reward that is only evaluated. Set re
 reward=http reward.http.url=ftp://scorer | reward.http.url=ftp://scorer is invalid: it must begin with http:// or
 reward=http reward.http.url=http://scorer: | a host and, if any, the number of its port
 reward=vlm reward.vlm.url=localhost:8001/v1 | Set reward.vlm.url=http://<host>:<port>/<path>, and
-reward=vlm reward.vlm.answers={yes:1,no:1} | it must be two or more texts or whole numbers that differ not only
+reward=vlm reward.vlm.answers={yes:1,no:1} | it must be two or more words or whole numbers that differ not only
+reward=vlm ++reward.vlm.answers={50%:1,0%:0} | it must be two or more words or whole numbers
 reward=vlm ++reward.vlm.answers={yes:1,Yes:0} | by ~reward.vlm.answers '+reward.vlm.answers={good:1,bad:0}'; in a
 reward=vlm ++reward.vlm.answers={true:1,false:0} | in a file, yes and no need quotes
 reward.pretrained=x              | it is for one reward that is loaded from files; got shapes. Leave it out.

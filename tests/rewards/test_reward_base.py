@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
@@ -135,15 +136,19 @@ def test_error_about_returned_scores_names_what_is_expected(value: Any, message:
 @pytest.mark.parametrize(
     "value",
     [[1, 0], (1.0, 0.0), np.array([1, 0]), np.array([[1.0], [0.0]]), torch.tensor([[1], [0]]), torch.tensor([1, 0])]
-    + [torch.tensor([True, False]), [torch.tensor(1.0), torch.tensor(0.0)]],
+    + [torch.tensor([True, False]), [torch.tensor(1.0), torch.tensor(0.0)]]
+    + [np.array([0.0, 1.0])[::-1], np.array([1, 0], ">f4"), pd.Series([5, 1, 0])[1:]],
 )
 def test_scores_may_be_what_reward_models_return(value: Any) -> None:
     scores = Returns(value)(torch.zeros(2, 3, 4, 4), ["a", "b"])
     assert scores.dtype == torch.float32 and scores.tolist() == [1.0, 0.0]
 
 
-def test_none_in_a_list_is_a_missing_score() -> None:
-    scores = Returns([None, 0.5]).unchecked(torch.zeros(2, 3, 4, 4), ["a", "b"])
+@pytest.mark.parametrize(
+    "value", [[None, 0.5], np.ma.array([0.7, 0.5], mask=[1, 0]), pd.Series([pd.NA, 0.5], dtype="Float64")]
+)
+def test_none_in_a_list_and_what_an_array_masks_is_a_missing_score(value: Any) -> None:
+    scores = Returns(value).unchecked(torch.zeros(2, 3, 4, 4), ["a", "b"])
     assert scores.isnan().tolist() == [True, False] and scores[1] == 0.5
 
 
