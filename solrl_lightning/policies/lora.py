@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
     widths = {name: min(shape[:2]) for name, shape in shapes.items() if name not in grouped}
     names = list(widths)
     targets = sorted(map(str, config.target_modules or ()))
-    unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    ends = tuple(f".{target}" for target in targets)
+    unknown = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]
     if unknown or not targets:
         raise UserError(
             f"model.lora.target_modules={targets} is invalid: it must list linear layers, or convolutions without "
@@ -48,12 +50,15 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
             f"{', and it has none named ' + ', '.join(unknown) if unknown else ''}. "
             "Leave it out for the layers of the model's file."
         )
-    least = min(width for name, width in widths.items() if any(name == t or name.endswith(f".{t}") for t in targets))
+    least = min(width for name, width in widths.items() if f".{name}".endswith(ends))
     if config.r > least:
         raise UserError(
             f"model.lora.rank={config.r} is invalid: it must be at most {least}, the width of the narrowest layer of "
             f"model.lora.target_modules. Set model.lora.rank={least} or less."
         )
+    if any(f".{name}".endswith(ends) for name, _ in transformer.named_modules() if name not in widths):
+        # peft would adapt these, too: attn.to_out of FLUX.2 is a layer in some blocks and a list of modules in others
+        config = replace(config, target_modules=[name for name in names if f".{name}".endswith(ends)])
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # adding the second adapter
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated")  # peft never merges them here

@@ -33,7 +33,7 @@ _PREFIXES = ("transformer.", _PEFT, "diffusion_model.", "")
 _WEIGHT = re.compile(r"(?P<layer>.+?)\.lora[._](?P<factor>A|B|down|up)(\.default)?\.weight")
 _FACTORS = {"A": "A", "down": "A", "B": "B", "up": "B"}
 _OF_TEXT_ENCODERS = re.compile(r"text_encoder|lora_te|clip_[lg]\.|t5")
-_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")  # which leave the base weights as they are
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")  # in any case; they leave the base weights as they are
 _COMPILED = "_orig_mod."  # of a transformer that torch.compile has wrapped
 _FIX = "Name a LoRA of this model."
 _RENAME = "Name one in the names of diffusers, or of peft."
@@ -100,7 +100,7 @@ def _of_transformer(settings: str, named: str) -> dict[str, Any]:
 def _check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str) -> None:
     """Raise ``UserError`` for tensors that are not all A, B and alpha of a LoRA."""
     start, rule, fix = config.get("init_lora_weights"), "", _FIX
-    if isinstance(start, str) and start not in _PLAIN_STARTS:
+    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
         rule = f"its init_lora_weights is {start}, so it updates base weights that peft has changed"
         fix = "Save it by path_initial_model_for_weight_conversion=<its initial adapter>, which converts it."
     elif config.get("alora_invocation_tokens"):

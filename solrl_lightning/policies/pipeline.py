@@ -7,6 +7,7 @@ Shapes: P prompts, L tokens of text, B batch, T solver steps.
 """
 
 import copy
+import inspect
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -115,7 +116,7 @@ class PipelineAdapter(ABC):
         self.pretrained = str(TINY) if pretrained == "tiny" else pretrained
         self.resolution, self.max_sequence_length = resolution, max_sequence_length
         self.decode_batch, self.variant, self.device = decode_batch, variant, torch.device(device)
-        self.dtypes = {name: _dtype(name, value) for name, value in dtypes.items()}
+        self.dtypes = _dtypes(dtypes, self.pipeline_class)
         home = torch.device(transformer_device or self.device)
         self.encode_on, self._noted_long_prompt, self.guidance_scale = encode_on, False, guidance_scale
         self.cache: EmbeddingCache | None = None
@@ -528,8 +529,15 @@ class PipelineAdapter(ABC):
         return decoder.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
 
 
-def _dtype(name: str, value: str) -> torch.dtype:
-    dtype = getattr(torch, value, None)
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise UserError(f"model.dtypes.{name} must be bfloat16, float16 or float32; got {value}")
-    return dtype
+def _dtypes(names: Mapping[str, str], pipeline_class: type[DiffusionPipeline]) -> dict[str, torch.dtype]:
+    """Return the dtypes of components by their names; one without, or a name that is no component, is an error."""
+    components = ["default", *list(inspect.signature(pipeline_class.__init__).parameters)[1:]]
+    dtypes: dict[str, Any] = {}
+    for name, value in {"default": "nothing", **names}.items():
+        dtypes[name] = getattr(torch, value, None)
+        rule = f"left out: the components of {pipeline_class.__name__} are {', '.join(components)}"
+        if name in components:
+            rule = f"bfloat16, float16 or float32; got {value}"
+        if name not in components or dtypes[name] not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UserError(f"model.dtypes.{name} must be {rule}")
+    return dtypes

@@ -132,8 +132,8 @@ class AdaptedTransformer(TrainedTransformer):
 
     def __init__(self, transformer: ModelMixin, config: LoraConfig, seed: int) -> None:
         self.transformer = self.weights = transformer.train()  # none of these models has dropout
-        self.config, self.alpha = config, config.lora_alpha
         self.lora_layers: dict[str, LoraLayer] = lora.add_adapters(transformer, config, seed)
+        self.config, self.alpha = transformer.peft_config[TRAINED], config.lora_alpha
         bases = (dense(layer.get_base_layer().weight) for layer in self.lora_layers.values())
         self.base_norm = lora.norm_of_all(bases)  # before a strategy shards the weights
 

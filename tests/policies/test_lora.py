@@ -210,6 +210,7 @@ FLOAT8 = torch.float8_e4m3fn
         (lambda state: renamed(state, "transformer."), metadata(r=4, lora_alpha=5), 5 / 4, 5 / 4),
         (lambda state: renamed(state, "transformer."), metadata(lora_alpha=8, use_rslora=True), 4, 4),
         (lambda state: renamed(state, "transformer."), metadata(lora_alpha=8, init_lora_weights="eva"), 2, 2),
+        (lambda state: renamed(state, "transformer."), metadata(lora_alpha=8, init_lora_weights="Gaussian"), 2, 2),
         (lambda state: renamed(state, "transformer."), metadata(lora_alpha=8, alpha_pattern={FIRST: 2}), 2, 0.5),
         (lambda state: renamed(state, "transformer."), {"lora_adapter_metadata": '{"lora_alpha": 8}'}, 2, 2),
         (lambda state: renamed(state, "transformer.") | TEXT, metadata(lora_alpha=8), 2, 2),

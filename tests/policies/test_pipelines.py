@@ -173,13 +173,15 @@ def test_diffusers_paints_the_merged_replicas_images_with_the_saved_lora(
     adapted.transformer.float()
     merged = replica.clone_sharing_weights(adapted.transformer)
     # The fused projection of single blocks, and convolutions of one pixel and of several.
-    others = {"flux2": ("to_qkv_mlp_proj",), "sana": ("conv_inverted", "conv_point", "patch_embed.proj")}
+    # FLUX.2's attn.to_out is a layer in single blocks, and a list of modules in others.
+    others = {"flux2": ("to_qkv_mlp_proj", "attn.to_out"), "sana": ("conv_inverted", "conv_point", "patch_embed.proj")}
     config = lora_config(rank=4, alpha=12, targets=(*ATTENTION, *others.get(architecture, ())))
-    layers = lora.add_adapters(adapted.transformer, config, seed=0)
+    trained = AdaptedTransformer(adapted.transformer, config, seed=0)
+    layers = trained.lora_layers
     state = random_state(lora.adapter_state(layers, TRAINED), seed=6)
     replica.untie_parameters(merged, [f"{name}.weight" for name in layers])
     replica.write_parameters(merged, lora.merged_weights(layers, state))
-    adapted.save_lora(tmp_path, state, config)
+    adapted.save_lora(tmp_path, state, trained.config)
     again = lora.read_lora(tmp_path, adapted.transformer, layers, adapted.pipeline_class)
     assert all(relative_error(again[name], value) < 1e-6 for name, value in state.items())
     images, without = (model.decode(sample(model, transformer=module)) for module in (merged, None))
@@ -266,6 +268,11 @@ def test_invalid_resolution_and_dtype_raise(architecture: str, folder: str) -> N
         load_nano(architecture, folder, resolution=36)
     with pytest.raises(UserError, match="model.dtypes.vae must be bfloat16, float16 or float32; got half an int"):
         load_nano(architecture, folder, dtypes={"vae": "half an int", "default": "float32"})
+    with pytest.raises(UserError, match="model.dtypes.default must be bfloat16, float16 or float32; got nothing"):
+        load_nano(architecture, folder, dtypes={"transformer": "bfloat16", "vae": "float32"})
+    components = "must be left out: the components of .*Pipeline are default, .*transformer"
+    with pytest.raises(UserError, match=f"model.dtypes.text {components}"):
+        load_nano(architecture, folder, dtypes={"default": "bfloat16", "text": "bfloat16"})
 
 
 def is_kept_in_float32(module: nn.Module, parameter: str) -> bool:
