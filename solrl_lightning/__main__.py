@@ -140,7 +140,9 @@ def _print_stop(how: str, jobs: list[DictConfig]) -> None:
     print(how, file=sys.stderr)
     folder = Path(jobs[-1].run_dir) if jobs else Path()
     if jobs and (folder / LAST).is_file() and is_first():
-        command = f"python -m solrl_lightning ckpt=last {path_option('hydra.run.dir', folder)}"
+        options = f"ckpt=last {path_option('hydra.run.dir', folder)}"
+        several = OmegaConf.select(jobs[-1], "trainer.num_nodes") not in (None, 1)
+        command = f"the same launcher, and {options}" if several else f"python -m solrl_lightning {options}"
         print(f"resume with: {command}", file=sys.stderr)
 
 

@@ -35,7 +35,7 @@ from take_away import POINTER
 from torch.distributed import TCPStore
 
 import solrl_lightning
-from solrl_lightning.__main__ import main
+from solrl_lightning.__main__ import _print_stop, main
 from solrl_lightning.artifacts.run_folder import claimed, run_of
 from solrl_lightning.build import with_option
 from solrl_lightning.cli import launch
@@ -1275,6 +1275,16 @@ def test_run_whose_reader_ends_says_how_to_resume(forks: Forks, tmp_path: Path) 
     assert "  status  " in (tmp_path / "run" / "solrl_lightning.log").read_text()
     ended = forks.run(tmp_path, *arguments[:-1], target="cli/closed_output:to_a_reader_and_to_none")
     assert ended.status == 1 and re.search(r'closed_output.py", line \d+, in on_train_epoch_end', ended.output)
+
+
+@pytest.mark.parametrize(("nodes", "how"), [(1, "python -m solrl_lightning"), (2, "the same launcher, and")])
+def test_a_run_of_several_nodes_resumes_by_its_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: int, how: str
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    _print_stop("terminated", [OmegaConf.create({"run_dir": str(tmp_path), "trainer": {"num_nodes": nodes}})])
+    assert capsys.readouterr().err == f"terminated\nresume with: {how} ckpt=last hydra.run.dir={tmp_path}\n"
 
 
 @pytest.mark.slow
