@@ -119,6 +119,7 @@ def write_card(cfg: Run, state: dict[str, Any], module: SolRLModule, transformer
     call = {"num_inference_steps": cfg.model.eval_steps, "height": cfg.model.resolution, "width": cfg.model.resolution}
     if cfg.model.num_frames:
         call["num_frames"] = cfg.model.num_frames
+    base, variant = Path(str(module.model.pipeline.config.get("_name_or_path"))), cfg.model.variant
     card = model_card(
         str(cfg.model.pretrained),
         call | module.model.call_options,
@@ -131,7 +132,7 @@ def write_card(cfg: Run, state: dict[str, Any], module: SolRLModule, transformer
         custom=cfg.model.custom.get("_target_"),
         transformer=transformer,
         dtype=dtype,
-        variant=cfg.model.variant,
+        variant=variant if any(base.glob(f"*/[!.]*.{variant}[.-]*safetensors")) else None,
         edits=cfg.model.input_image,
         scheduler=cfg.model.scheduler,
         scheduler_class=type(module.model.pipeline.scheduler).__name__,

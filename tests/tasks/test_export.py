@@ -178,11 +178,12 @@ def test_usage_lines_take_the_transformer_where_a_lora_is_fused(
     torch.testing.assert_close(images_of(names["pipe"], module), ours(module, "ema"), rtol=0, atol=1e-4)
 
 
-def test_usage_lines_of_sana_sample_as_the_evaluations(tmp_path: Path) -> None:
-    """With its default variant, whose files a pipeline without it does not find."""
+@pytest.mark.parametrize("suffix", [".bf16.safetensors", ".safetensors"])
+def test_usage_lines_of_sana_sample_as_the_evaluations(tmp_path: Path, suffix: str) -> None:
+    """With its default variant, whose files a pipeline without it does not find, and in a folder without it."""
     folder = save_nano(tmp_path / "pipeline", architecture="sana")
     for file in Path(folder).glob("*/*.safetensors"):
-        file.rename(file.with_suffix(".bf16.safetensors"))
+        file.rename(file.with_suffix(suffix))
     options = (
         "model=sana",
         "model.resolution=32",
