@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -83,13 +83,13 @@ _TEXT_KEYS = "ckpt data.train data.eval model.pretrained reward.pretrained task.
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line. Return its exit status, for a sweep the highest of its jobs."""
     reported: list[Exception] = []  # by the jobs of this process
-    jobs: list[DictConfig] = []  # of this process, so far
+    jobs: list[_Job] = []  # of this process, so far
     sys.stdout, sys.stderr = interrupts.lasting(sys.stdout), interrupts.lasting(sys.stderr)
     if next(_commands):
         solrl_lightning.BEGAN = time.perf_counter()  # the first command began with the process
 
     def job(cfg: DictConfig) -> Any:
-        jobs.append(cfg)
+        jobs.append(_Job(Path(cfg.run_dir), OmegaConf.select(cfg, "trainer.num_nodes") not in (None, 1)))
         try:
             return run(cfg)
         except (*EXPECTED, BrokenPipeError) as error:
@@ -136,14 +136,19 @@ def _is_of_output(error: Exception) -> bool:
     return isinstance(error, BrokenPipeError) and interrupts.is_unread()
 
 
-def _print_stop(how: str, jobs: list[DictConfig]) -> None:
+class _Job(NamedTuple):
+    """What is read at its start: Hydra's part of the configuration is gone when the job has ended."""
+
+    folder: Path
+    has_several_nodes: bool
+
+
+def _print_stop(how: str, jobs: list[_Job]) -> None:
     print(how, file=sys.stderr)
-    folder = Path(jobs[-1].run_dir) if jobs else Path()
-    if jobs and (folder / LAST).is_file() and is_first():
-        options = f"ckpt=last {path_option('hydra.run.dir', folder)}"
-        several = OmegaConf.select(jobs[-1], "trainer.num_nodes") not in (None, 1)
-        command = f"the same launcher, and {options}" if several else f"python -m solrl_lightning {options}"
-        print(f"resume with: {command}", file=sys.stderr)
+    if jobs and (jobs[-1].folder / LAST).is_file() and is_first():
+        options = f"ckpt=last {path_option('hydra.run.dir', jobs[-1].folder)}"
+        launch = "the same launcher, and" if jobs[-1].has_several_nodes else "python -m solrl_lightning"
+        print(f"resume with: {launch} {options}", file=sys.stderr)
 
 
 def run(cfg: DictConfig) -> Any:

@@ -35,7 +35,7 @@ from take_away import POINTER
 from torch.distributed import TCPStore
 
 import solrl_lightning
-from solrl_lightning.__main__ import _print_stop, main
+from solrl_lightning.__main__ import _Job, _print_stop, main
 from solrl_lightning.artifacts.run_folder import claimed, run_of
 from solrl_lightning.build import with_option
 from solrl_lightning.cli import launch
@@ -318,6 +318,13 @@ def test_ctrl_c_ends_with_status_130_and_no_folder(command: Command, function: C
     assert result.status == 130
     assert result.err.endswith("interrupted\n")
     assert not list(Path("outputs").glob("*/*"))
+
+
+def test_ctrl_c_before_the_options_are_read(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When Hydra has made the folder, which it no longer knows after the job."""
+    monkeypatch.setattr("solrl_lightning.__main__.run", stop)
+    result = command("experiment=smoke")
+    assert (result.status, result.err) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize("name", ["run", "it's a, (run) = [1]"])
@@ -1283,7 +1290,7 @@ def test_a_run_of_several_nodes_resumes_by_its_launcher(
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").touch()
-    _print_stop("terminated", [OmegaConf.create({"run_dir": str(tmp_path), "trainer": {"num_nodes": nodes}})])
+    _print_stop("terminated", [_Job(tmp_path, nodes > 1)])
     assert capsys.readouterr().err == f"terminated\nresume with: {how} ckpt=last hydra.run.dir={tmp_path}\n"
 
 
