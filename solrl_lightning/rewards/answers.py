@@ -19,8 +19,8 @@ def words(text: str) -> list[str]:
     """Return the words of a text: letters with their marks, as of Hindi and Thai, digits, and the signs of numbers."""
     text = _MINUS.sub("-", text)
     in_words = (one in _IN_WORDS or unicodedata.category(one)[0] in "LMN" for one in text)
-    words = "".join(one if inside else " " for one, inside in zip(text, in_words, strict=True)).split()
-    return [word.strip("_") for word in words]  # which makes a word bold in Markdown
+    parts = "".join(one if inside else " " for one, inside in zip(text, in_words, strict=True)).split()
+    return [word.strip("_") for word in parts]  # which makes a word bold in Markdown
 
 
 def normal(answer: str | int) -> str:
