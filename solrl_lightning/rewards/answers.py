@@ -12,7 +12,8 @@ from solrl_lightning.options.rules import HERE, must_be
 LEAST = 1e-3
 """Probability of all answers together; below it the first word is another one, such as <think>."""
 _IN_WORDS = "._+-\u200c\u200d"  # and the joiners within words of Persian and Hindi
-_MINUS = re.compile(r"(?<!\w)[\u2012\u2013\u2212](?=\.?\d)")  # other signs before a number, as typography has them
+# Other signs of a number than "-", which normal() makes of some: hyphens, dashes, superscript and full width.
+_MINUS = re.compile(r"(?<!\w)[\u2010-\u2013\u207b\u208b\u2212\ufe63\uff0d](?=\.?[\d\u00b2\u00b3\u00b9\u2070-\u2089])")
 
 
 def words(text: str) -> list[str]:

@@ -72,7 +72,7 @@ def test_prompt_without_quoted_text_is_an_error(reward: OCR, prompt: str) -> Non
         reward.check_prompts(['a sign "open"', prompt])
 
 
-@pytest.mark.parametrize("text", ["Καλημέρα", "Привет", "مرحبا", "열림", "open Ж"])
+@pytest.mark.parametrize("text", ["Καλημέρα", "Привет", "مرحبا", "열림", "open Ж", "Việt", "ゑゐ", "龘"])
 def test_text_in_letters_that_the_models_do_not_know_is_an_error(reward: OCR, text: str) -> None:
     known = ("Größe 24!", "Ｏｐｅｎ", "开店", "あかい", "2πr", "¡Sí…!", "Straße", "½ µm")
     reward.check_prompts([f'a sign "{text}"' for text in known])

@@ -137,6 +137,8 @@ def test_answer_is_read_as_text_where_there_are_no_probabilities(server: type[Se
     assert reward(server, logprobs=False, answers=marks)(IMAGES, PROMPTS).tolist() == [4.0, 5.0, 1.0]
     server.choices = [{"message": {"content": text}} for text in ("Mark: \u22121", "**\u20131.0**", "1\u20132")]
     assert reward(server, logprobs=False, answers={"-1": -1.0, "1": 1.0})(IMAGES, PROMPTS).tolist() == [-1, -1, 1]
+    server.choices = [{"message": {"content": text}} for text in ("\uff0d1", "\u207b\u00b9", "\u20111")]
+    assert reward(server, logprobs=False, answers={"-1": -1.0, "1": 1.0})(IMAGES, PROMPTS).tolist() == [-1, -1, -1]
     for yes, no in (
         ("हाँ", "नहीं"),
         ("ใช่", "ไม่ใช่"),
