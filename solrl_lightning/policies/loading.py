@@ -144,7 +144,7 @@ def _model_of(pipeline_class: str) -> str | None:
     """Return the name of the policy file whose class has this ``pipeline_class``."""
     for file in pkgutil.iter_modules(policies.__path__, f"{policies.__name__}."):
         for value in vars(importlib.import_module(file.name)).values():
-            if getattr(getattr(value, "pipeline_class", None), "__name__", None) == pipeline_class:
+            if getattr(getattr(value, "pipeline_class", None), "__name__", "") == pipeline_class:
                 return file.name.rpartition(".")[2]
     return None
 

@@ -63,7 +63,7 @@ def read_lora_file(
     is_bare = file.name == LORA_FILES[1] and settings == "{}"  # as of tensors that a script saved under peft's name
     if beside.is_file() and (of_peft or is_bare):
         settings = beside.read_text(encoding="utf-8", errors="replace")
-    config = _of_transformer(settings, named)
+    config = _of_transformer(settings.replace(_COMPILED, ""), named)  # of keys of alpha_pattern
     if dropped := [name for name in tensors if _OF_TEXT_ENCODERS.match(name)]:
         log.warning("%s has weights of text encoders, which are left out", file)
     tensors = {name: value for name, value in tensors.items() if name not in dropped}

@@ -98,6 +98,7 @@ def spoil_a_weight(file: str, change: Callable[[torch.Tensor], torch.Tensor]) ->
 DAMAGES: list[tuple[Damage, str]] = [
     (shutil.rmtree, "give a local folder that save_pretrained wrote"),
     (change(INDEX, _class_name="DDPMPipeline"), "needs a FluxPipeline; .* is a DDPMPipeline"),
+    (change(INDEX, _class_name=None), "needs a FluxPipeline; .* is a None. Give another folder or hub id"),
     (change(INDEX, text_encoder_2=[None, None]), "text_encoder_2"),
     (overwrite(TRANSFORMER, b"these are no weights" * 100), f"{TRANSFORMER}: a file is missing or damaged"),
     (overwrite(TRANSFORMER, POINTER), f"{TRANSFORMER} is a pointer of git-lfs"),

@@ -212,6 +212,12 @@ FLOAT8 = torch.float8_e4m3fn
         (lambda state: renamed(state, "transformer."), metadata(lora_alpha=8, init_lora_weights="eva"), 2, 2),
         (lambda state: renamed(state, "transformer."), metadata(lora_alpha=8, init_lora_weights="Gaussian"), 2, 2),
         (lambda state: renamed(state, "transformer."), metadata(lora_alpha=8, alpha_pattern={FIRST: 2}), 2, 0.5),
+        (
+            lambda state: renamed(state, "transformer._orig_mod."),
+            metadata(lora_alpha=8, alpha_pattern={f"_orig_mod.{FIRST}": 2}),
+            2,
+            0.5,
+        ),
         (lambda state: renamed(state, "transformer."), {"lora_adapter_metadata": '{"lora_alpha": 8}'}, 2, 2),
         (lambda state: renamed(state, "transformer.") | TEXT, metadata(lora_alpha=8), 2, 2),
         (lambda state: renamed(state, "transformer.") | ALPHAS, {}, 0.5, 0.5),
