@@ -60,15 +60,17 @@ def check_new(folder: Path) -> None:
     """Raise UserError for a folder that already holds a run, or a sweep with the record of a run."""
     traces = [name for name in _TRACES if (folder / name).exists()]
     records = folder.rglob(f"{RECORD}/hydra.yaml") if (folder / _SWEEP).is_file() else ()
-    job = min((file.parent.parent for file in records if "\n  mode: MULTIRUN\n" in file.read_text()), default=None)
+    jobs = sorted(file.parent.parent for file in records if "\n  mode: MULTIRUN\n" in file.read_text())
+    job = min(jobs, key=_has_finished, default=None)
     if traces or job:
         checkpoints = [name for name in (LAST, BEST) if (folder / name).exists() and (folder / RECORD).is_dir()]
+        longer = " iterations=<number>" * _has_finished(job or folder)
         if job:
-            fix = f"continue a run of it with task=train ckpt=last {path_option('hydra.run.dir', job)}"
+            fix = f"continue a run of it with task=train ckpt=last {path_option('hydra.run.dir', job)}{longer}"
         elif LAST in checkpoints:
             fix = (
-                f"continue the run in it with task=train ckpt=last {path_option('hydra.run.dir', folder)}, or take its "
-                f"weights into another with {path_option('ckpt', folder / LAST)}"
+                f"continue the run in it with task=train ckpt=last {path_option('hydra.run.dir', folder)}{longer}, or "
+                f"take its weights into another with {path_option('ckpt', folder / LAST)}"
             )
         elif checkpoints:
             fix = f"branch from its best evaluation with {path_option('ckpt', folder / BEST)}; {LAST} is missing"
@@ -76,6 +78,12 @@ def check_new(folder: Path) -> None:
             fix = "move or remove it: there is no checkpoint in it, with the record of a run, to resume from"
         content = f"sweep ({_SWEEP})" if job else f"run ({', '.join(traces)})"
         raise UserError(f"The folder {folder} already holds a {content}. Choose another with {OTHER_FOLDER}, or {fix}.")
+
+
+def _has_finished(folder: Path) -> bool:
+    from solrl_lightning.artifacts.finished_runs import FINISHED, read_summary
+
+    return read_summary(folder)["status"] in FINISHED
 
 
 def branch_elsewhere(folder: Path) -> str:

@@ -78,8 +78,8 @@ def _check(task: Plan, prompts: int) -> None:
     for card in task.cards:
         if card.memory <= task.reserve:
             raise UserError(
-                f"task.reserve={task.reserve} is invalid: it must be less than the memory of a card, and "
-                f"{card.name} has {card.memory} GB. Set task.reserve=6, or leave the card out of task.cards."
+                f"task.reserve={task.reserve} is invalid: it must be less than the memory of a card, and {card.name} "
+                f"has {card.memory} GB. Set task.reserve={card.memory / 4:g}, or leave the card out of task.cards."
             )
 
 

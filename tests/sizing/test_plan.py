@@ -351,7 +351,8 @@ def test_ranks_of_fsdp_share_the_weights_and_gather_blocks(compose: Compose, tra
 
 def test_invalid_options_are_an_error(compose: Compose) -> None:
     mistakes = {
-        "task.cards=[{name:T4,memory:5,capability:7.5}]": "it must be less than the memory of a card, and T4 has 5 GB",
+        "task.cards=[{name:T4,memory:5,capability:7.5}]": "it must be less than the memory of a card, and T4 has 5 GB. "
+        "Set task.reserve=1.25, or",
         "task.cards=[{name:T4,memory:15,capability:old}]": "task.cards.0.capability=old is invalid: it must be",
         "task.devices=9": "task.devices=9 is invalid: .* between 1 and prompts_per_iteration=4",
     }
