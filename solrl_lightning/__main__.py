@@ -157,11 +157,11 @@ def run(cfg: DictConfig) -> Any:
     Raises:
         UserError, NonFiniteError, WriteError, ServerError, RankLost, CheckFailed: already reported and logged.
     """
-    if is_first():
-        record_digests(cfg)
-    OmegaConf.resolve(cfg)
     folder, sweeps = Path(cfg.run_dir), HydraConfig.get().mode == RunMode.MULTIRUN
     try:
+        if is_first():
+            record_digests(cfg)
+        OmegaConf.resolve(cfg)
         if sweeps:
             silence_libraries()  # a launcher may have started this process
             threads.configure(ranks_here())

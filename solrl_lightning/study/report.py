@@ -119,9 +119,9 @@ class Page(NamedTuple):
 
 
 def render(page: Page) -> bytes:
-    """Return the page as UTF-8; all text in it is escaped."""
+    """Return the page as UTF-8; all text in it is escaped, and bytes of file names that are none are shown."""
     origin = f"solrl_lightning {__version__}, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
-    return _template().render(page=page, origin=origin, svg=Markup).encode()
+    return _template().render(page=page, origin=origin, svg=Markup).encode(errors="backslashreplace")
 
 
 @cache  # a sweep writes many

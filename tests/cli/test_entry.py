@@ -115,6 +115,11 @@ def break_down(cfg: Run) -> None:
     raise ZeroDivisionError("a bug")
 
 
+def miss_a_file(cfg: Run) -> None:
+    (Path(cfg.run_dir) / "checkpoints").mkdir()
+    raise UserError("no file " + os.fsdecode(b"caf\xe9"))
+
+
 def stop(cfg: Run) -> None:
     raise KeyboardInterrupt
 
@@ -322,9 +327,15 @@ def test_ctrl_c_ends_with_status_130_and_no_folder(command: Command, function: C
 
 def test_ctrl_c_before_the_options_are_read(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """When Hydra has made the folder, which it no longer knows after the job."""
-    monkeypatch.setattr("solrl_lightning.__main__.run", stop)
+    monkeypatch.setattr("solrl_lightning.__main__.record_digests", stop)
     result = command("experiment=smoke")
     assert (result.status, result.err) == (130, "interrupted\n")
+    assert not list(Path("outputs").glob("*/*"))
+
+
+def test_error_about_a_file_whose_name_is_no_text_is_in_the_log(command: Command) -> None:
+    command(task(miss_a_file), "hydra.run.dir=run")
+    assert "no file caf\\udce9" in Path("run/solrl_lightning.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["run", "it's a, (run) = [1]"])
@@ -464,8 +475,14 @@ def test_folder_that_holds_a_run_is_an_error(command: Command, tmp_path: Path, t
 
 def test_folder_that_holds_a_sweep_is_an_error(command: Command) -> None:
     assert command(RECORD, "-m", "seed=1,2", "hydra.sweep.dir=sweep").status == 0
+    for job in ("0_seed-1", "1_seed-2"):
+        Path("sweep", job, "summary.json").write_text(json.dumps({"status": "failed"}))
     message = error_of(command, RECORD, "-m", "seed=3,4", "hydra.sweep.dir=sweep")
     assert "already holds a sweep" in message and "ckpt=last hydra.run.dir=sweep/0_seed-1." in message
+    ended = json.dumps({"status": "completed", "final_reward": 1.0, "config": {}, "evaluations": []})
+    for job, fix in (("0_seed-1", "sweep/1_seed-2."), ("1_seed-2", "sweep/0_seed-1 iterations=<number>.")):
+        Path("sweep", job, "summary.json").write_text(ended)
+        assert f"ckpt=last hydra.run.dir={fix}" in error_of(command, RECORD, "-m", "seed=3,4", "hydra.sweep.dir=sweep")
 
 
 def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path) -> None:

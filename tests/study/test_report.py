@@ -1,6 +1,7 @@
 """The pages of report.html, from hand-written summaries."""
 
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -196,6 +197,7 @@ def test_text_from_outside_is_escaped_and_nothing_is_loaded(run: Path) -> None:
     assert "&lt;img src=x&gt;" in text and "&lt;script&gt;" in text
     assert "<script" not in text and "since iteration 6" in text
     assert set(re.findall(r'(?:src|href)="(?!#)(.{5})', text)) <= {"data:"}
+    assert "no file caf\\udce9" in page(run, {"error": "OSError: no file " + os.fsdecode(b"caf\xe9")})
 
 
 def test_a_run_without_results_has_a_page(tmp_path: Path) -> None:
