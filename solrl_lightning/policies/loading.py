@@ -205,10 +205,15 @@ def _dtype_that_is_quantized(files: Iterable[Path]) -> str | None:
     return None
 
 
+def files_of_variant(folder: Path, variant: str | None) -> list[Path]:
+    """Return the weights of a component that are in files of this variant."""
+    return sorted(folder.glob(f"[!.]*.{variant}[.-]*safetensors")) if variant else []
+
+
 def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None = None) -> Any:
     """Return the frozen model of a folder. A weight that is missing from its files is an error."""
     config = json.loads((folder / "config.json").read_text())
-    of_variant = sorted(folder.glob(f"[!.]*.{variant}[.-]*safetensors")) if variant else []
+    of_variant = files_of_variant(folder, variant)
     read = of_variant or [file for file in folder.glob("[!.]*.safetensors") if file.name.count(".") == 1]
     others = sorted(file.name for file in folder.glob("[!.]*") if file.suffix in (".safetensors", ".bin"))
     problem = ""

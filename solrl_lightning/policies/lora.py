@@ -50,7 +50,8 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
             f"{', and it has none named ' + ', '.join(unknown) if unknown else ''}. "
             "Leave it out for the layers of the model's file."
         )
-    least = min(width for name, width in widths.items() if f".{name}".endswith(ends))
+    adapted = [name for name in names if f".{name}".endswith(ends)]
+    least = min(widths[name] for name in adapted)
     if config.r > least:
         raise UserError(
             f"model.lora.rank={config.r} is invalid: it must be at most {least}, the width of the narrowest layer of "
@@ -58,7 +59,7 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
         )
     if any(f".{name}".endswith(ends) for name, _ in transformer.named_modules() if name not in widths):
         # peft would adapt these, too: attn.to_out of FLUX.2 is a layer in some blocks and a list of modules in others
-        config = replace(config, target_modules=[name for name in names if f".{name}".endswith(ends)])
+        config = replace(config, target_modules=adapted)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # adding the second adapter
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated")  # peft never merges them here

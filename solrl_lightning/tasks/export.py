@@ -27,6 +27,7 @@ from solrl_lightning.names import MERGED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Export
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
+from solrl_lightning.policies.loading import files_of_variant
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule
 
@@ -132,7 +133,7 @@ def write_card(cfg: Run, state: dict[str, Any], module: SolRLModule, transformer
         custom=cfg.model.custom.get("_target_"),
         transformer=transformer,
         dtype=dtype,
-        variant=variant if any(base.glob(f"*/[!.]*.{variant}[.-]*safetensors")) else None,
+        variant=variant if any(files_of_variant(part, variant) for part in base.glob("*")) else None,
         edits=cfg.model.input_image,
         scheduler=cfg.model.scheduler,
         scheduler_class=type(module.model.pipeline.scheduler).__name__,
